@@ -99,9 +99,7 @@ class Credits:
             return []
         size = self._capacity
         lease = lease_of(terms, stream.rules, p - stream.first, size.max_sample_tokens, size.max_chunk_bytes)
-        cursor = intake.last_cursor
-        if cursor is None and not intake.known_seq:  # else a snapshot of an older version has read the source so
-            cursor = self._partitions.begins.get(terms.name)
+        cursor = intake.last_cursor or self._partitions.begins.get(terms.name)
         lease = msgspec.structs.replace(lease, first_seq=self._partitions.next_seq(p), cursor=cursor)
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 
