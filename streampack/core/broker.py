@@ -18,7 +18,8 @@ from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Recalled, Safe, WasCut
 from streampack.core.journal.log_records import Base, ChunkAdmitted, ChunkStaged, Record, SamplesAmended, ValuesReported
 from streampack.core.model.capacity import Capacity, FeedPlan
-from streampack.core.model.rule_changes import Restream, Skip, apply_change, describe_change
+from streampack.core.model.keys.stage_keys import Stage, StageBegin
+from streampack.core.model.rule_changes import Cancel, Restream, Skip, describe_change
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.effects import (
     Answer,
@@ -305,10 +306,10 @@ class Broker:
             refusal = f"got {got}, expected one of: {', '.join(map(repr, self.feeds))}"
             return [Answer(event.token, refusal=refusal)]
         try:
-            effects, step = self._apply_change(feed, event)
+            effects, step, number = self._apply_change(feed, event)
         except ValueError as error:
             return [Answer(event.token, feed.name, refusal=str(error))]
-        self._answers.append((self.journal.next_lsn - 1, Answer(event.token, feed.name, step)))
+        self._answers.append((self.journal.next_lsn - 1, Answer(event.token, feed.name, step, id=number)))
         return self._advance(feed, effects) + self._answer_changes()
 
     def _answer_changes(self) -> list[Effect]:
@@ -318,11 +319,11 @@ class Broker:
             effects.append(self._answers.popleft()[1])
         return effects
 
-    def _apply_change(self, feed: Feed, event: Change) -> tuple[list[Effect], int]:
-        """Apply a change; return its effects and its first step. Raise ValueError if the change is not possible."""
+    def _apply_change(self, feed: Feed, event: Change) -> tuple[list[Effect], int | None, int | None]:
+        """Apply a change; return its effects, first step and number. Raise ValueError if it is not possible."""
         ask = event.ask
         if isinstance(ask, Skip):
-            return feed.skip(ask.first, ask.last, event.note), ask.first
+            return feed.skip(ask.first, ask.last, event.note), ask.first, None
         for stream in ask.add if isinstance(ask, Restream) else ():  # a stream belongs to one feed
             of = self.leases.partitions.streams.get(stream.name)
             if of is not None and of.feed != feed.name:
@@ -330,8 +331,12 @@ class Broker:
                     f"got a new stream {stream.name!r}, expected an unused name, because feed {of.feed!r} has a stream "
                     f"with this name"
                 )
+        if isinstance(ask, Cancel):
+            return feed.cancel(ask.id, event.note), None, ask.id
         note = describe_change(ask) + (f" ({event.note})" if event.note else "")
-        return feed.change(apply_change(feed.latest_rules, ask), event.at_step, note)
+        at = StageBegin(step=event.at_step) if event.at_step is not None else None
+        effects, change = feed.change(ask, ask.at if isinstance(ask, Stage) else at, note)
+        return effects, change.at.step, change.id
 
     # Messages of producers
 

@@ -53,11 +53,13 @@ class Checkpoints:
             chain = taken.form.chain
         if chain is None:
             return []
-        if taken is None and (history.changes or history.skips):
+        if taken is None and (history.changes or history.skips or history.schedule):
             merge, former = merge_of(self._rules), Former(self._rules, self._table)
             taken = snapshot(self._rules, merge, former, [(0, None)] * len(merge.merged_samples))
         if taken is not None:  # later changes and skips belong to the same run
-            taken = msgspec.structs.replace(taken, changes=list(history.changes), skips=list(history.skips))
+            taken = msgspec.structs.replace(
+                taken, changes=list(history.changes), skips=list(history.skips), schedule=history.schedule
+            )
         return State(feed=self._feed, lineage=history.lineage, step=step, chain=chain, snapshot=taken)
 
     def commit(self, step: int) -> list[Effect]:

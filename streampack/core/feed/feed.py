@@ -29,6 +29,7 @@ from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import (
+    ChangeAsked,
     CheckpointCommitted,
     FeedFacts,
     LineageBegan,
@@ -40,6 +41,8 @@ from streampack.core.journal.log_records import (
 )
 from streampack.core.journal.recorder import Recorder
 from streampack.core.model.capacity import FeedPlan
+from streampack.core.model.keys.stage_keys import Stage, StageBegin
+from streampack.core.model.rule_changes import Difference, Scheduled
 from streampack.core.model.rules import Rules, first_difference
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Snapshot
@@ -330,17 +333,28 @@ class Feed:
         """Restore the snapshot of a checkpoint at ``step``; record the changes and skips that the log lacks."""
         effects: list[Effect] = []
         history = self.history
-        for number, change in enumerate(given.changes):
-            if number < len(history.changes) and not history.changes[number].position < 0 <= change.position:
-                continue
-            if change.position >= 0:
-                history.forget_after(change.position)
-            else:  # no position yet: the trainers had the steps before ``step`` without this change
-                change = msgspec.structs.replace(change, step=max(change.step, step))
+        for change in given.placed[len(history.changes) :]:
+            history.forget_after(change.position)
             if change.step < history.num_steps:  # steps formed before the trainer came, which no rank has had
                 effects += self._branch(change.step, f"a checkpoint knows of {change.note}")
             effects += self._recorder.record_change(change)
-            self.planner.live.know(change.rules)
+        known = {each.id for each in history.asked} | {change.id for change in history.changes}
+        for asked in given.asked:
+            if asked.id in known:
+                continue
+            if asked.at.step is not None:  # the trainers had the steps before ``step`` without this change
+                begin = max(asked.at.step, step)
+                asked = msgspec.structs.replace(asked, at=StageBegin(step=begin))
+                if begin < history.num_steps:  # steps formed before the trainer came, which no rank has had
+                    effects += self._branch(begin, f"a checkpoint knows of {asked.name}")
+            effects += self._recorder.record_asked(asked)
+        for number in given.canceled:
+            begins = [change.step for change in history.changes if change.id == number]
+            if begins and begins[0] < history.num_steps:
+                effects += self._branch(begins[0], f"a checkpoint knows that change {number} was canceled")
+            if number not in history.canceled:
+                effects += self._recorder.record_canceled(number)
+        self.planner.live.know_asked()
         for first, last in given.skips:
             if (first, last) not in history.skips:
                 effects += self._recorder.record_skip(first, last)
@@ -370,8 +384,8 @@ class Feed:
     def recover(self, lsn: int, record: Record) -> None:
         """Apply a record of an earlier broker while this broker starts."""
         self._recorder.recover(lsn, record)
-        if isinstance(record, RulesChanged):
-            self.planner.live.know(record.change.rules)
+        if isinstance(record, RulesChanged | ChangeAsked):
+            self.planner.live.know_asked()
         elif isinstance(record, CheckpointCommitted):
             self._checkpoints.recover(record.step)
         elif isinstance(record, ValuesReported):
@@ -389,7 +403,7 @@ class Feed:
         self.history.recover(facts, released)
         published, self.history.published = self.history.published, None
         self.result_requests.recover(published)
-        self.planner.live.know(self.latest_rules)
+        self.planner.live.know_asked()
 
     def begin(self) -> list[Effect]:
         """Start after all records were applied: go to the first step that some rank has not returned."""
@@ -406,25 +420,35 @@ class Feed:
 
     # Requests
 
-    def change(self, rules: Rules, at_step: int | None, note: str) -> tuple[list[Effect], int]:
-        """Change to ``rules``, from ``at_step`` or a later step on.
+    def change(self, ask: Difference, at: StageBegin | None, note: str) -> tuple[list[Effect], Scheduled]:
+        """Change the rules, from ``at`` or a later step on.
 
         Args:
-            rules: The new rules.
-            at_step: The requested step; None for the first step that no rank has had.
+            ask: The change.
+            at: The requested begin; None for the first step that no rank has had.
             note: Text to record.
 
         Returns:
-            The effects, and the first step with the new rules.
+            The effects, and the change.
 
         Raises:
-            ValueError: The feed has ended, or memory is short.
+            ValueError: The feed has ended, the change is not possible, or memory is short.
         """
         # steps that are formed again, or that a trainer has had from another broker, keep their rules
         unformed = max(self.next_step, self.history.num_steps, self.readers.attempts.known_upto)
-        effects, step = self.planner.live.ask(rules, unformed, at_step, note)
-        report = Report("info", f"feed {self.name!r} changes from step {step} on: {note}", feed=self.name, step=step)
-        return [report, *effects, *self.advance()], step
+        if isinstance(ask, Stage) and unformed == self.next_step and self.planner.has_begun:
+            unformed += 1
+        effects, change = self.planner.live.ask(ask, unformed, at, note)
+        begin = f"after {change.at} in steps" if change.at.step is None else f"from {change.at} on"
+        text = f"feed {self.name!r} changes {begin}: {note}"
+        report = Report("info", text, feed=self.name, step=change.at.step)
+        return [report, *effects, *self.advance()], change
+
+    def cancel(self, number: int, note: str) -> list[Effect]:
+        """Cancel the waiting change with this number. Raises ValueError if none waits."""
+        text = f"feed {self.name!r} cancels change {number}" + (f": {note}" if note else "")
+        effects = self.planner.live.cancel(number, note)
+        return [Report("info", text, feed=self.name), *effects, *self.advance()]
 
     def skip(self, first: int, last: int, note: str = "") -> list[Effect]:
         """Skip steps ``first`` to ``last``; raise ValueError for steps that a rank may have had.

@@ -1,16 +1,26 @@
 """The rules of a feed, as they change while it runs.
 
-A change takes effect at a step that no rank has had when the change is requested. The change is recorded at once, and
-again when that step is about to be formed. Then the change has a position, counted in merged samples. Whenever the
-merge comes to that position again, it applies the change. A position is never inside a group, because a removed stream
-would leave a part of the group. A position is never before the last snapshot, which was taken without the change. A new
-stream is added as soon as the change is requested, so that its producers can connect. Its partitions take their quota
-from the memory of merged samples.
+Changes come from the stages of the rules, and from people. A change waits (``History.pending``) until the step is about
+to be formed from which on it holds, or the first step after so many tokens. Then it becomes whole rules, and is
+recorded with its position, counted in merged samples. Whenever the feed comes to that step again, the merge stops at
+the position and applies the change. FORM follows it between two steps (``Planner``).
+
+The position of a stage of the rules must not depend on the speed of producers. So while one waits, the merge reads no
+further ahead than ``Former.may_admit`` allows. The stage takes its position once all of these samples are merged. A
+change that a person asks for takes its position at once when it is due. A position is never inside a group, because a
+removed stream would leave a part of the group. A position is never before the last snapshot, which was taken without
+the change.
+
+A new stream is added as soon as the change is asked for, so that its producers can connect. Its partitions take their
+quota from the memory of merged samples. It pauses until its change takes effect.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+from msgspec import UNSET
 
 from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.intake.admission import Admission
@@ -19,11 +29,14 @@ from streampack.core.journal.history import History
 from streampack.core.journal.recorder import Recorder
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.queues import NOWHERE
-from streampack.core.merge.schedule import change_merge
+from streampack.core.merge.schedule import AnyMerge, change_merge
+from streampack.core.model.capacity import needed_tokens
+from streampack.core.model.keys.stage_keys import Stage, StageBegin
 from streampack.core.model.lease_terms import terms_of
-from streampack.core.model.rules import Rules, RulesChange
+from streampack.core.model.rule_changes import Difference, Restream, Scheduled, WholeRules, apply_change
+from streampack.core.model.rules import Rules, RulesChange, StreamRules
 from streampack.core.protocol.effects import Release
-from streampack.core.protocol.events import Effect
+from streampack.core.protocol.events import Effect, Report
 
 
 class LiveRules:
@@ -31,33 +44,57 @@ class LiveRules:
 
     def __init__(
         self, feed: str, rules: Rules, history: History, admission: Admission, merge: FeedMerge,
-        memory: MergedMemory, leases: Leases, recorder: Recorder,
+        memory: MergedMemory, leases: Leases, recorder: Recorder, max_sample_tokens: int,
     ) -> None:  # fmt: skip
-        self._feed, self._rules, self._history, self._recorder = feed, rules, history, recorder
+        self._feed, self._history, self._recorder = feed, history, recorder
+        self._rules = msgspec.structs.replace(rules, stages=()) if rules.stages else rules
         self._admission, self._merge, self._memory, self._leases = admission, merge, memory, leases
+        self._max_sample_tokens = max_sample_tokens
+        self._streams: list[StreamRules] = list(rules.streams)
+        """Every stream that the rules have or will have, in the order of their numbers."""
+        self._latest: tuple[tuple[int, int, int], Rules] | None = None
         self.applied = 0
         """Number of changes that the merge follows."""
+        self._ramped = 0
+        """The merge has the weights of the step before this one."""
 
     @property
     def latest(self) -> Rules:
-        """The rules after every requested change."""
-        changes = self._history.changes
-        return changes[-1].rules if changes else self._rules
+        """The rules after every change that was asked for, in the order of their steps."""
+        history = self._history
+        state = len(history.changes), len(history.asked), len(history.canceled)
+        if self._latest is None or self._latest[0] != state:
+            self._latest = state, self._all(history.pending, self._streams)[-1]
+        return self._latest[1]
 
     @property
     def current(self) -> Rules:
         """The rules that the merge follows."""
-        return self._history.changes[self.applied - 1].rules if self.applied else self._rules
+        return self.after(self.applied)
+
+    def after(self, count: int) -> Rules:
+        """Return the rules after the first ``count`` changes."""
+        return self._history.changes[count - 1].rules if count else self._rules
+
+    def is_strict(self, next_step: int) -> bool:
+        """Return True if the merge must not read on as fast as producers send.
+
+        A stage of the rules, or the next weights of a change over several steps, is to come then.
+        """
+        ramp, stages = self.current.weights_ramp, len(self._history.rules.stages)
+        return (ramp is not None and next_step < ramp.begin + ramp.steps) or (
+            stages > 0 and any(each.id < stages for each in self._history.pending)
+        )
 
     @property
-    def waiting(self) -> bool:
-        """True if the merge has not applied some change yet."""
-        return self.applied < len(self._history.changes)
+    def waits(self) -> bool:
+        """True if a change that the merge does not follow may become due."""
+        return self.applied < len(self._history.changes) or bool(self._history.pending)
 
     @property
     def num_partitions(self) -> int:
         """Number of partitions of all streams, after every requested change."""
-        return _partitions(self.latest)
+        return sum(stream.partitions for stream in self._streams)
 
     @property
     def spare_partitions(self) -> int:
@@ -68,36 +105,54 @@ class LiveRules:
     def next_position(self) -> int:
         """The position at which the merge must stop to apply the next change; ``NOWHERE`` if there is no change."""
         changes = self._history.changes
-        position = changes[self.applied].position if self.applied < len(changes) else -1
-        return position if position >= 0 else NOWHERE
+        return changes[self.applied].position if self.applied < len(changes) else NOWHERE
 
-    def waits_for_group(self, next_step: int, in_group: bool) -> bool:
-        """Return whether a change for ``next_step`` has to wait until all samples of a group are merged."""
-        changes = self._history.changes[self.applied : self.applied + 1]
-        return in_group and any(self._is_due(change, next_step) for change in changes)
+    @property
+    def counts_tokens(self) -> bool:
+        """True if a change waits for a number of tokens."""
+        return any(each.at.tokens is not None for each in self._history.pending)
 
-    def _is_due(self, change: RulesChange, next_step: int) -> bool:
-        """Return True if ``change`` has no position yet and may take effect at ``next_step``.
+    def is_due(self, next_step: int, tokens: int) -> bool:
+        """Return True if step ``next_step``, after ``tokens`` tokens in steps, must wait for a change of the rules."""
+        changes = self._history.changes
+        if self.applied < len(changes):
+            return changes[self.applied].merged is not UNSET and changes[self.applied].step <= next_step
+        return bool(self._due(next_step, tokens)) or self._ramps(next_step)
 
-        A step that is recorded was formed before the change had a position. It must be formed again in the same way,
-        so the change holds from a later step on.
+    def _due(self, next_step: int, tokens: int) -> list[Scheduled]:
+        """Return the changes without a place that may take effect at ``next_step``.
+
+        A step that is recorded was formed before the change had its place. It must be formed again in the same way, so
+        the change holds from a later step on.
         """
-        return change.position < 0 and max(change.step, self._history.num_steps) <= next_step
+        if next_step < self._history.num_steps:
+            return []
+        return [
+            each
+            for each in self._history.pending
+            if (each.at.step is not None and each.at.step <= next_step)
+            or (each.at.tokens is not None and each.at.tokens <= tokens)
+        ]
 
-    def ask(self, rules: Rules, unformed: int, at_step: int | None, note: str) -> tuple[list[Effect], int]:
-        """Request a change to ``rules`` from ``at_step`` on, or from the first later step that no rank has.
+    def _ramps(self, next_step: int) -> bool:
+        """Return True if the merge must get other weights before it reads on for ``next_step``."""
+        ramp = self.current.weights_ramp
+        return ramp is not None and self._ramped <= next_step and ramp.begin < next_step < ramp.begin + ramp.steps
+
+    def ask(self, ask: Difference, unformed: int, at: StageBegin | None, note: str) -> tuple[list[Effect], Scheduled]:
+        """Request a change from ``at`` on, or from the first later step that no rank has.
 
         Args:
-            rules: The new rules.
+            ask: The change.
             unformed: The first step that no rank has.
-            at_step: The requested step; None for the earliest possible one.
+            at: The requested begin; None for the earliest possible one.
             note: A text for the record.
 
         Returns:
-            The effects, and the step.
+            The effects, and the change.
 
         Raises:
-            ValueError: The feed has ended, or memory is short.
+            ValueError: The feed has ended, the change is not possible, or memory is short.
         """
         history = self._history
         if history.end is not None:
@@ -105,23 +160,68 @@ class LiveRules:
                 f"got a change of the rules of a feed that has ended after {history.end[0]} steps, expected a "
                 f"change before the end"
             )
-        more = _partitions(rules) - self.num_partitions
+        if at is None or at.step is not None:
+            at = StageBegin(step=max(unformed, (at.step if at is not None else None) or 0))
+        if isinstance(ask, Stage):
+            ask = msgspec.structs.replace(ask, at=at)
+        change = Scheduled(history.next_id, ask, at, f"{note}, asked at step {unformed}")
+        if isinstance(ask, Restream):
+            self._check_streams(ask)
+        streams = [*self._streams, *(ask.add if isinstance(ask, Restream) else ())]
+        self._check_memory(self._all([*history.pending, change], streams))
+        effects = self._recorder.record_asked(change)
+        self.know(streams)
+        return effects, change
+
+    def _check_streams(self, ask: Restream) -> None:
+        """Raise ValueError for new streams that are not possible, or leave too little memory."""
+        apply_change(self.latest, ask)
+        others = any(isinstance(each.ask, Restream) for each in self._history.pending)
+        if ask.add and self._rules.merge == "arrival" and others:
+            raise ValueError(
+                "got new streams while other new streams wait for their step, expected one change of streams at a time "
+                "with `merge: arrival`. Wait for that step, or cancel the other change"
+            )
+        more = sum(stream.partitions for stream in ask.add)
         left = self._memory.limit_tokens - more * self._leases.partitions.quota_tokens
         if left < (least := self._memory.needed_tokens):
             raise ValueError(
                 f"got {more} more partitions, which leave {left} tokens of memory for the window and the steps, "
                 f"expected at least {least} tokens. Add fewer partitions, or start the broker with more memory."
             )
-        step = max(unformed, at_step or 0, history.changes[-1].step if history.changes else 0)
-        change = RulesChange(step=step, position=-1, rules=rules, note=f"{note}, asked at step {unformed}")
-        effects = self._recorder.record_change(change)
-        self.know(rules)
-        return effects, step
 
-    def know(self, rules: Rules) -> None:
-        """Add the new streams of ``rules`` before the merge has them; their quotas reduce the limit of ``memory``."""
+    def _check_memory(self, rules: list[Rules]) -> None:
+        """Raise ValueError if the memory is too small for steps of one of these ``rules``; else plan for them."""
+        needed = max(needed_tokens(each, self._max_sample_tokens) for each in rules)
+        if needed > self._memory.limit_tokens:
+            raise ValueError(
+                f"got rules that need {needed} tokens of memory for the window and the steps, expected at most "
+                f"{self._memory.limit_tokens}. Use a smaller budget, window or number of packs, or start the broker "
+                f"with more `memory`"
+            )
+        self._memory.needed_tokens = max(self._memory.needed_tokens, needed)
+
+    def cancel(self, number: int, note: str) -> list[Effect]:
+        """Cancel the waiting change with this number. Raises ValueError if none waits."""
+        waiting = {each.id: each for each in self._history.pending}
+        if number not in waiting:
+            numbers = ", ".join(f"{each.id} ({each.name})" for each in waiting.values()) or "none"
+            raise ValueError(
+                f"got change {number}, expected the number of a change that waits: {numbers}. A change that holds "
+                f"cannot be canceled; ask for another one"
+            )
+        self._all([each for each in waiting.values() if each.id != number], self._streams)
+        return self._recorder.record_canceled(number, note)
+
+    def know(self, streams: Sequence[StreamRules]) -> None:
+        """Add new streams before the merge has them; their quotas reduce the limit of ``memory``."""
+        new_streams = streams[len(self._streams) :]
+        if not new_streams:
+            return
+        self._streams += [msgspec.structs.replace(stream, paused=False) for stream in new_streams]
         partitions = self._leases.partitions
         before = len(partitions.of_feed(self._feed))
+        rules = msgspec.structs.replace(self.current, streams=tuple(self._streams))
         self._admission.extend(terms_of(rules))
         self._leases.open(self._feed, rules, self._admission, self._merge, self._history)
         new = partitions.of_feed(self._feed)[before:]
@@ -129,33 +229,124 @@ class LiveRules:
         for p in new:
             partitions.intakes[p].closed = True
 
-    def apply(self, next_step: int, in_group: bool = False) -> list[Effect]:
-        """Apply the due changes to the merge; record the position of each change the first time that it is applied.
+    def know_asked(self) -> None:
+        """Add the streams of every recorded change."""
+        for change in self._history.changes:
+            self.know(change.rules.streams)
+        for asked in self._history.asked:
+            if isinstance(asked.ask, WholeRules):
+                self.know(asked.ask.rules.streams)
+            elif isinstance(asked.ask, Restream):
+                names = {stream.name for stream in self._streams}
+                self.know([*self._streams, *(stream for stream in asked.ask.add if stream.name not in names)])
+
+    def restart(self, applied: int, next_step: int) -> AnyMerge:
+        """Begin an empty merge that follows the first ``applied`` changes, at ``next_step``; return it."""
+        self.applied, self._ramped = applied, next_step
+        rules = self.current
+        self._set_terms(rules)
+        return self._merge.restart(rules, next_step - 1)
+
+    def _set_terms(self, rules: Rules) -> None:
+        """Let new samples meet the terms of ``rules``, and remember by which limits earlier ones were cut."""
+        terms = terms_of(rules)
+        self._admission.change_terms(terms)
+        self._leases.partitions.change_terms(self._feed, terms)
+        intakes = self._leases.partitions.intakes
+        changes = self._history.changes[: self.applied]
+        budgets = [self.after(number).budget for number in range(len(changes))]
+        for number, p in enumerate(self._leases.partitions.of_feed(self._feed)):
+            intakes[p].limits = [
+                (change.merged[number] if number < len(change.merged) else 0, budget)
+                for change, budget in zip(changes, budgets, strict=True)
+                if change.merged is not UNSET and budget != change.rules.budget
+            ]
+
+    def apply(self, next_step: int, tokens: int, in_group: bool, is_ready: bool) -> tuple[list[Effect], bool]:
+        """Apply the changes that are due to the merge; record the place of each the first time that it is applied.
 
         Args:
             next_step: The step that is about to be formed.
+            tokens: Tokens in the steps before it.
             in_group: True if more samples of the last merged sample's group are still to be merged.
+            is_ready: True if all samples are merged that the step may wait for.
+
+        Returns:
+            The effects, and True if the samples that wait for the merge were cut by other terms.
         """
         effects: list[Effect] = []
-        merge, changes = self._merge.current, self._history.changes
-        while self.applied < len(changes):
-            change, known = changes[self.applied], len(merge.merged_samples)
-            may_be_here = not in_group and merge.position >= self._history.last_position
-            grows = _partitions(change.rules) > known
-            if self._is_due(change, next_step) and may_be_here and (merge.may_grow or not grows):
-                change = msgspec.structs.replace(change, step=next_step, position=merge.position)
-                effects += self._recorder.record_change(change)
-            if change.position < 0 or change.position > merge.position:
+        before = [terms.cuts for terms in terms_of(self.current)]
+        merge, history = self._merge.current, self._history
+        while self.applied < len(history.changes):
+            change = history.changes[self.applied]
+            if change.position > merge.position or (change.merged is not UNSET and change.step > next_step):
                 break
-            dropped = change_merge(merge, change.rules)
-            self.applied += 1
-            effects += self._leases.join(self._feed, known)
-            self._memory.hold(dropped)
-            effects += [Release(dropped)] if len(dropped) else []
-            effects += self._leases.remove(change.rules)
+            effects += self._follow(change, next_step)
+        if self.applied == len(history.changes) and not in_group:
+            effects += self._apply_due(next_step, tokens, is_ready)
+        if is_ready and self._ramps(next_step):
+            change_merge(merge, self.current, next_step)
+            self._ramped = next_step + 1
+        after = [terms.cuts for terms in terms_of(self.current)]
+        return effects, any(old != new for old, new in zip(before, after, strict=False))
+
+    def _apply_due(self, next_step: int, tokens: int, is_ready: bool) -> list[Effect]:
+        """Apply the changes that are due, in the order in which they were asked for, and record their places."""
+        effects: list[Effect] = []
+        merge, history = self._merge.current, self._history
+        for due in self._due(next_step, tokens):
+            if not is_ready and due.id < len(history.rules.stages):
+                break
+            try:
+                rules = self._with(self.current, due.ask, next_step, self._streams)
+            except ValueError as error:
+                text = f"feed {self._feed!r}: change {due.id} ({due.name}) does not take effect: {error}"
+                effects += [Report("error", text, feed=self._feed, step=next_step)]
+                effects += self._recorder.record_canceled(due.id, str(error)[:500])
+                continue
+            grows = len(rules.streams) > len(self.current.streams)
+            if merge.position < history.last_position or (grows and not merge.may_grow):
+                break
+            change = RulesChange(
+                step=next_step, position=merge.position, rules=rules, note=due.note or f"stage {due.name}", id=due.id,
+                merged=merge.merged_samples.tolist(),
+            )  # fmt: skip
+            effects += self._recorder.record_change(change)
+            effects += self._follow(change, next_step)
         return effects
 
+    def _follow(self, change: RulesChange, next_step: int) -> list[Effect]:
+        """Let the merge follow a change."""
+        merge = self._merge.current
+        known = len(merge.merged_samples)
+        dropped = change_merge(merge, change.rules, next_step)
+        self.applied, self._ramped = self.applied + 1, next_step + 1
+        effects = self._leases.join(self._feed, known)
+        self._set_terms(change.rules)
+        self._memory.hold(dropped)
+        effects += [Release(dropped)] if len(dropped) else []
+        return effects + self._leases.remove(change.rules)
 
-def _partitions(rules: Rules) -> int:
-    """Return the number of partitions of all streams."""
-    return sum(stream.partitions for stream in rules.streams)
+    def _all(self, pending: Sequence[Scheduled], streams: Sequence[StreamRules]) -> list[Rules]:
+        """Return the rules now, and after each of the changes that wait, in the order of their steps."""
+        every = [self.after(len(self._history.changes))]
+        for change in sorted(pending, key=_order):
+            every.append(self._with(every[-1], change.ask, change.at.step or 0, streams))
+        return every
+
+    def _with(self, rules: Rules, ask: Difference, step: int, streams: Sequence[StreamRules]) -> Rules:
+        """Return the rules after a change. Streams with lower numbers than the new ones pause until their change."""
+        if not isinstance(ask, Restream) or not ask.add:
+            return apply_change(rules, ask, step)
+        replace = msgspec.structs.replace
+        names = {stream.name for stream in ask.add}
+        rules = apply_change(rules, Restream(remove=ask.remove), step) if ask.remove else rules
+        upto = max(number for number, stream in enumerate(streams) if stream.name in names) + 1
+        more = (replace(stream, paused=True) for stream in streams[len(rules.streams) : upto])
+        every = (replace(s, paused=False) if s.name in names else s for s in (*rules.streams, *more))
+        return replace(rules, streams=tuple(every), stages=())
+
+
+def _order(change: Scheduled) -> tuple[int, int]:
+    """Return a key that sorts changes by their step and number; those that begin after tokens come last."""
+    return NOWHERE if change.at.step is None else change.at.step, change.id

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from streampack.core.feed.live_rules import LiveRules
 from streampack.core.feed.merged_memory import MergedMemory
@@ -20,6 +21,8 @@ from streampack.core.journal.history import History
 from streampack.core.journal.recorder import Recorder
 from streampack.core.merge.arrival import Arrival
 from streampack.core.merge.feed_merge import FeedMerge
+from streampack.core.merge.queues import NOWHERE
+from streampack.core.merge.schedule import AnyMerge
 from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, SampleTable
@@ -43,13 +46,18 @@ class Planner:
         table: SampleTable, leases: Leases, recorder: Recorder,
     ) -> None:  # fmt: skip
         self._feed, self._rules, self._history = feed, rules, history
+        self._max_sample_tokens = max_sample_tokens
         self._memory, self._table, self._leases = memory, table, leases
         self.merge = FeedMerge(rules)
         """The feed's merge, which begins anew when the feed goes back or forward."""
         self.admission = Admission(terms_of(rules), rules.tokens, rules.fields, max_sample_tokens, table, self.merge)
         leases.open(feed, rules, self.admission, self.merge, history)
-        self.live = LiveRules(feed, rules, history, self.admission, self.merge, memory, leases, recorder)
-        self.former = Former(rules, table)
+        self.live = LiveRules(
+            feed, rules, history, self.admission, self.merge, memory, leases, recorder, max_sample_tokens
+        )  # fmt: skip
+        self.former = Former(self.live.current, table)
+        self._followed = 0
+        """Number of changes of the rules that FORM follows."""
         self.displacements = Displacements(table)
         """Displacement in the last steps; it begins anew when the feed goes to another step."""
         self.forming: Request | None = None
@@ -65,12 +73,17 @@ class Planner:
 
     def fill(self) -> list[Effect]:
         """Merge samples while the next step may need more and there is memory."""
-        merge, step = self.merge.current, self._rules.packs * self._rules.budget
-        target = step if self._rules.window == "auto" else 2 * step  # new weights do not reach what is merged
         effects = self._change_rules()
-        while (room := self._memory.room) > 0 and (self.former.wants_samples or self._waits_for_group):
+        rules = self.former.rules
+        step = rules.packs_at(self.former.next_step) * rules.budget
+        target = step if rules.window == "auto" else 2 * step  # new weights do not reach what is merged
+        while (room := self._memory.room) > 0 and (self.former.wants_samples or self._waits_to_change):
+            merge = self.merge.current
+            most = self.former.may_admit(self._most_ahead) if self.former.strict else NOWHERE
+            if not most:
+                break
             one_by_one = self._waits_for_group or self._rules.has_extra_bytes  # the merge knows tokens alone
-            taken = merge.take(1 if one_by_one else min(room, target), self.live.next_position)
+            taken = merge.take(1 if one_by_one else min(room, target), self.live.next_position, most)
             self.blocked = taken.blocked
             if not len(taken.moved):
                 if not (merge.between_passes and self.former.too_few):
@@ -87,10 +100,13 @@ class Planner:
             self.displacements.merged(taken.handles, taken.lengths)
             self._memory.hold(taken.handles)
             effects += self._change_rules()
+        merge = self.merge.current
         closed = merge.closed or (merge.between_passes and not self.former.too_few)
         if closed and not self.former.closed and merge.stopped:
             effects += self._stop()
-        self.former.closed = closed
+        if closed != self.former.closed:
+            self.former.closed = closed
+            effects += self._change_rules()
         return effects
 
     @property
@@ -102,19 +118,81 @@ class Planner:
 
     def _change_rules(self) -> list[Effect]:
         """Apply changes of the rules that are due."""
-        return self.live.apply(self.former.next_step, self.former.in_group) if self.live.waiting else []
+        live, former = self.live, self.former
+        if not live.waits and self._followed == live.applied and not former.strict:
+            return []
+        former.strict = live.is_strict(former.next_step)
+        applied = live.applied
+        effects, is_cut_anew = live.apply(
+            former.next_step, self._tokens_in_steps, former.in_group, former.closed or self._is_ready
+        )
+        if live.applied > applied:
+            former.hold_reach()
+        former.strict = live.is_strict(former.next_step)
+        if self._followed < live.applied and not self.has_begun:
+            rules = live.current
+            if former.fits(rules):
+                former.change(rules)
+                self._followed = live.applied
+        return effects + (self._read_again() if is_cut_anew else [])
+
+    @property
+    def _most_ahead(self) -> int:
+        """Tokens outside steps that are always few enough for the memory, and enough for a step."""
+        rules = self.former.rules
+        return self._memory.needed_tokens - rules.packs * rules.budget - self._max_sample_tokens
+
+    @property
+    def _is_ready(self) -> bool:
+        """True if all samples are merged that a stage of the rules may wait for."""
+        former, merge = self.former, self.merge.current
+        if not former.strict or merge.closed or not former.may_admit(self._most_ahead):
+            return True
+        return self._memory.room <= 0 and self._memory.held_tokens <= self._memory.tokens_of(former.held())
+
+    @property
+    def _tokens_in_steps(self) -> int:
+        """Real tokens of all steps before the next one; 0 if no change waits for tokens."""
+        if not self.live.counts_tokens:
+            return 0
+        merged = int(self.merge.current.merged_tokens.sum())
+        return merged - int(self._table.length[self.former.held()].astype(np.int64).sum())
+
+    @property
+    def _waits_to_change(self) -> bool:
+        """True if the next step waits for a change of the rules that is due."""
+        if self.former.closed or not (self.live.waits or self.former.strict):
+            return False
+        return self.live.is_due(self.former.next_step, self._tokens_in_steps)
 
     @property
     def _waits_for_group(self) -> bool:
         """True if a change of the rules for the next step waits for the rest of a group."""
-        if self.former.closed or not self.live.waiting:
-            return False
-        return self.live.waits_for_group(self.former.next_step, self.former.in_group)
+        return self.former.in_group and self._waits_to_change
+
+    def _read_again(self) -> list[Effect]:
+        """Read again the samples that wait for the merge: they were cut for other packs."""
+        merge, leases = self.merge.current, self._leases
+        absent, state = leases.accounts.absent_of(self._feed), merge.state()
+        floors = leases.accounts.floors(self._feed, absent)
+        waiting = self._drop_waiting()
+        merge = self.live.restart(self.live.applied, self.former.next_step + 1)
+        merge.load(state)
+        self._repeat_order(merge)
+        released = [Release(waiting)] if len(waiting) else []
+        return [*released, *leases.go_to(self._feed, floors, absent), *leases.remove(self.live.current)]
+
+    def _repeat_order(self, merge: AnyMerge) -> None:
+        """Give a new merge the order in which chunks came, if it decides."""
+        if isinstance(merge, Arrival):
+            for place in self._history.order:
+                if place.count:
+                    merge.script(place.partition, place.base_seq, place.count)
 
     @property
     def overfull(self) -> str:
         """Error text if the memory is too small to hold the whole next batch; else empty."""
-        former, memory, batch = self.former, self._memory, self._rules.batch
+        former, memory, batch = self.former, self._memory, self.former.rules.batch
         exact = self._rules.share is None and not self._rules.has_extra_bytes
         if (batch is None and exact) or memory.room > 0 or former.closed:
             return ""
@@ -143,7 +221,7 @@ class Planner:
 
     def request(self) -> list[Effect]:
         """Return the effect that requests the next step's packs; no effect if samples are missing, or none are left."""
-        waits = self._waits_for_group and self._memory.room > 0  # without room, only a step makes room for the rest
+        waits = self._waits_to_change and self._memory.room > 0  # without room, only a step makes room for the rest
         request = None if waits else self.former.request()
         if request is None:
             return []
@@ -196,44 +274,50 @@ class Planner:
         self._memory.hold(handles)
         return handles
 
+    @property
+    def has_begun(self) -> bool:
+        """True if packs of the next step are chosen, or are being chosen."""
+        return self.former.begun or self.forming is not None
+
     # Snapshots
 
     def snapshot(self) -> Snapshot | None:
         """Return a snapshot of the state between two steps; None if the last snapshot is recent enough."""
         history = self._history
-        if self._since_snapshot < max(SNAPSHOT_WINDOWS * self._rules.max_window, history.in_last_snapshot):
+        if self._since_snapshot < max(SNAPSHOT_WINDOWS * self.former.rules.max_window, history.in_last_snapshot):
             return None
         self._since_snapshot = 0
         floors = self._leases.accounts.floors(self._feed, self.former.held())
         return msgspec.structs.replace(
             snapshot(self._rules, self.merge.current, self.former, floors), lineage=history.lineage,
             changes=list(history.changes), applied=self.live.applied, skips=list(history.skips),
+            followed=UNSET if self._followed == self.live.applied else self._followed, schedule=history.schedule,
         )  # fmt: skip
 
     def reset(self) -> I64:
         """Forget all samples and pending packs, and return the handles of the samples, int64 [n]."""
         handles = np.concatenate([self._drop_waiting(), self.former.held()])
-        self.merge.restart(self._rules, awaits_state=True)
-        self.former, self.displacements = Former(self._rules, self._table), Displacements(self._table)
+        self.merge.restart(self.live.current, awaits_state=True)
+        self.former, self.displacements = Former(self.former.rules, self._table), Displacements(self._table)
         self.forming, self.ended, self.blocked = None, False, None
         self._since_snapshot = 0
         return handles
 
     def restore(self, taken: Snapshot | None) -> list[Effect]:
         """Go to the state of a snapshot, or to the first sample without one, after ``reset``."""
-        self.live.applied = taken.applied if taken is not None else 0
-        rules = self.live.current
-        merge = self.merge.restart(rules)
+        applied = taken.applied if taken is not None else 0
+        step = taken.step if taken is not None else 0
+        merge = self.live.restart(applied, step)
+        self._followed = applied if taken is None or taken.followed is UNSET else taken.followed
+        self.former = Former(self.live.after(self._followed), self._table)
+        self.former.strict = self.live.is_strict(step)
         floors: list[Floor] = [(0, None)] * len(merge.merged_samples) if taken is None else taken.floors
         if taken is not None:
             restore(taken, self._rules, merge, self.former)
-        if isinstance(merge, Arrival):
-            for place in self._history.order:
-                if place.count:
-                    merge.script(place.partition, place.base_seq, place.count)
+        self._repeat_order(merge)
         handles = self.former.held()
         if taken is not None:
             first_out = np.roll(handles, sum(taken.form.counts))  # the samples of pending packs come last in a state
             self.displacements.merged(first_out, self._table.column("length", first_out))
         self._memory.hold(handles)
-        return self._leases.go_to(self._feed, floors, handles) + self._leases.remove(rules)
+        return self._leases.go_to(self._feed, floors, handles) + self._leases.remove(self.live.current)

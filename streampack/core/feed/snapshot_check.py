@@ -19,7 +19,9 @@ from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.history import History
 from streampack.core.media.media_counts import wrong_media
 from streampack.core.merge.schedule import strides
-from streampack.core.model.rules import Rules, first_difference
+from streampack.core.model.keys.stage_keys import StageRules
+from streampack.core.model.rule_changes import Restream, apply_change
+from streampack.core.model.rules import Rules, RulesChange, first_difference
 from streampack.core.model.samples import I64, KEEPS, ROW
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
 from streampack.core.trees.table_trees import own_lengths, wrong_trees
@@ -31,6 +33,8 @@ MAX_AGE = 2**31
 MAX_SKIPS = 4096
 """Most ranges of skipped steps in a snapshot."""
 _NAME_CHARS = 200
+_CHANGING = (*(key for key in StageRules.__struct_fields__ if key != "overlong"), "weights_ramp", "stages")
+"""Rules that a change may alter."""
 
 
 class SnapshotCheck:
@@ -81,15 +85,22 @@ class SnapshotCheck:
     def _other_changes(self, given: Snapshot) -> str:
         """Return an error text if the snapshot's changes of the rules are not this run's; empty if they are."""
         history = self._history
-        for known, change in zip(history.changes, given.changes, strict=False):
-            moved = known.position != change.position and min(known.position, change.position) >= 0
-            if moved or known.rules != change.rules:
+        for known, change in zip(history.changes, given.placed, strict=False):
+            if (known.position, known.rules) != (change.position, change.rules):
                 return (
                     f"got a change of the rules at step {change.step} ({change.note}), expected this run's change at "
                     f"step {known.step} ({known.note}). Give the run another state_dir."
                 )
+        asked = {each.id: each for each in history.asked}
+        for other in given.asked:
+            ours = asked.get(other.id, other)
+            if ours.ask != other.ask:
+                return (
+                    f"got a change of the rules at {other.at} ({other.note}), expected this run's change at {ours.at} "
+                    f"({ours.note}). Give the run another state_dir."
+                )
         merged = sum(given.merge.merged_samples)
-        for known in history.changes[len(given.changes) :]:
+        for known in history.changes[len(given.placed) :]:
             if 0 <= known.position < merged:
                 return (
                     f"got no change of the rules at step {known.step} ({known.note}), expected this run's change at "
@@ -99,7 +110,10 @@ class SnapshotCheck:
 
     def _other_streams(self, given: Snapshot) -> str:
         """Return an error text if another feed has a snapshot's streams, or its pushed samples are lost."""
-        for name in {stream.name for change in given.changes for stream in change.rules.streams}:
+        asks = [each.ask for each in given.asked]
+        every = [stream for ask in asks if isinstance(ask, Restream) for stream in ask.add]
+        every += [stream for change in given.changes for stream in change.rules.streams]
+        for name in {stream.name for stream in every}:
             of = self._partitions.streams.get(name)
             if of is not None and of.feed != self._feed:
                 return f"got stream {name!r}, which belongs to feed {of.feed!r}, expected only streams of this feed"
@@ -127,8 +141,11 @@ def problem(taken: Snapshot, rules: Rules, max_tokens: int, max_partitions: int)
     wrong = _wrong_changes(taken, rules, max_partitions)
     if wrong:
         return wrong
-    rules_in_force = taken.changes[taken.applied - 1].rules if taken.applied else rules
-    return _wrong_merge(taken, rules_in_force) or _wrong_form(taken, rules_in_force, max_tokens)
+    followed = taken.applied if taken.followed is msgspec.UNSET else taken.followed
+    if not 0 <= followed <= taken.applied:
+        return f"got {followed} changes that packs follow, expected 0 to {taken.applied}"
+    merged_by, formed_by = (taken.changes[n - 1].rules if n else rules for n in (taken.applied, followed))
+    return _wrong_merge(taken, merged_by) or _wrong_form(taken, merged_by, formed_by, max_tokens)
 
 
 def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
@@ -139,10 +156,15 @@ def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
         return f"got invalid ranges of skipped steps, expected at most {MAX_SKIPS} pairs (first, last)"
     before = rules
     for change in taken.changes:
-        wrong = _wrong_change(before, change.rules)
+        wrong = _wrong_change(before, change)
         if wrong:
             return f"a change of the rules: {wrong}"
         before = change.rules
+    for asked in taken.asked:
+        try:
+            before = apply_change(before, asked.ask, asked.at.step or 0)
+        except (ValueError, OverflowError) as error:
+            return f"a change of the rules that waits: {error}"
     positions = [change.position for change in taken.changes]
     if not all(0 <= change.step < MAX_COUNT and -1 <= change.position < MAX_COUNT for change in taken.changes):
         return "got a change of the rules with a step or position out of range, expected non-negative numbers"
@@ -154,12 +176,19 @@ def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
     return ""
 
 
-def _wrong_change(before: Rules, after: Rules) -> str:
-    """Return an error text if a change alters more than weights and new streams; empty if it does not."""
-    replace, known = msgspec.structs.replace, before.streams
+def _wrong_change(before: Rules, change: RulesChange) -> str:
+    """Return an error text if a change alters rules that stay for the whole run; empty if it does not."""
+    replace, known, after = msgspec.structs.replace, before.streams, change.rules
+    merged = change.merged or []
+    if not all(0 <= count < MAX_COUNT for count in merged):
+        return f"got {merged[:9]} as merged samples of each partition, expected numbers of at least 0"
     weights = zip(after.streams, known, strict=False)
-    kept = tuple(replace(new, weight=old.weight) for new, old in weights)
-    wrong = first_difference(replace(after, streams=kept), before)
+    kept = tuple(replace(new, weight=old.weight, paused=old.paused, overlong=old.overlong) for new, old in weights)
+    try:
+        same = {key: getattr(before, key) for key in _CHANGING}
+        wrong = first_difference(replace(after, streams=kept, **same), before)
+    except ValueError as error:
+        return str(error)
     if wrong:
         return wrong
     names = [stream.name for stream in after.streams]
@@ -223,8 +252,11 @@ def _wrong_places(taken: Snapshot) -> str:
     return ""
 
 
-def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
-    """Return an error text if the window or the pending packs break the format or the rules; empty if not."""
+def _wrong_form(taken: Snapshot, merged_by: Rules, rules: Rules, max_tokens: int) -> str:
+    """Return an error text if the window or the pending packs break the format or the rules; empty if not.
+
+    The samples were merged under ``merged_by``, and the packs formed under ``rules``.
+    """
     form = taken.form
     if not 0 <= form.next_step < MAX_COUNT or len(form.chain) != 16:
         return (
@@ -254,7 +286,10 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
         extras = form.extra_rows(len(rows))
     except ValueError as error:
         return str(error)
-    most = rules.packs if rules.batch is None else 1  # a batch is packed whole, and leaves no packs
+    reach = form.reach or 0
+    if not 0 <= reach < MAX_COUNT:
+        return f"got {reach} as the number of samples that may be admitted, expected a number of at least 0"
+    most = rules.packs_at(form.next_step) if rules.batch is None else 1  # a batch leaves no packs
     if any(count < 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) >= most:
         return (
             f"got {len(form.counts)} pending packs with {sum(form.counts)} samples, expected fewer than {most} packs "
@@ -262,19 +297,22 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
         )
     starts = len(window) + np.cumsum([0, *form.counts])
     return (
-        _wrong_rows(rows, taken, rules, max_tokens)
+        _wrong_rows(rows, taken, merged_by, rules, max_tokens)
         or wrong_trees(rows, extras, starts, rules)
         or (wrong_media(rows, extras, starts, rules, max_tokens, MAX_COUNT) if form.media is not msgspec.UNSET else "")
         or _wrong_packs(form, own_lengths(rows, extras)[len(window) :], rules)
     )
 
 
-def _wrong_rows(rows: NDArray[np.void], taken: Snapshot, rules: Rules, max_tokens: int) -> str:
+def _wrong_rows(
+    rows: NDArray[np.void], taken: Snapshot, rules: Rules, formed_by: Rules, max_tokens: int
+) -> str:  # fmt: skip
     """Return an error text if a sample of the window or of a pack has values out of range; empty if none has."""
     lengths, loss, stream = rows["length"].astype(np.int64), rows["loss_tokens"], rows["stream"]
-    if ((lengths < 1) | (lengths > rules.budget) | (loss < 0) | (loss >= lengths)).any():
+    budget = formed_by.budget
+    if ((lengths < 1) | (lengths > budget) | (loss < 0) | (loss >= lengths)).any():
         return (
-            f"got samples of {lengths.min()} to {lengths.max()} tokens, expected 1 to {rules.budget} tokens, and fewer "
+            f"got samples of {lengths.min()} to {lengths.max()} tokens, expected 1 to {budget} tokens, and fewer "
             f"loss tokens than tokens in each sample"
         )
     if int(lengths.sum()) > max_tokens:

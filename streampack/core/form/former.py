@@ -13,6 +13,9 @@ A group that is kept in one pack is one item of the packers (``items``). The win
 group is packed only once all of its samples have come. A batch of a fixed number of samples ends with the group that
 reaches the number.
 
+The rules may change between two steps (``change``). Then packs that are not in a step yet are taken apart, if other
+rules would have packed them in another way. A smaller budget has to wait until no sample held is longer (``fits``).
+
 During warmup of the budget, a sample that is longer than its step's budget gets a pack of its own. So no sample waits
 for a larger budget, and no pack is larger than the final budget.
 """
@@ -29,7 +32,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from streampack.core.form.auto_window import STEPS, auto_window
+from streampack.core.form.auto_window import FIRST, STEPS, auto_window
 from streampack.core.form.form_kernels import describe, take_out
 from streampack.core.form.waits import Waits
 from streampack.core.model.items import item_sizes, num_whole
@@ -74,8 +77,14 @@ class Request:
 
 
 _NONE: I64 = np.zeros(0, np.int64)
+NO_BOUND = 2**62
+"""A number of samples that no feed reaches."""
 UNSEEN = -1
 """Age, and step of the first sight, of an item that no packer has seen."""
+REPACKING = (
+    "budget", "packer", "max_samples_per_pack", "leftovers", "micro_batch_size", "align", "balance", "limits", "warmup",
+)  # fmt: skip
+"""Rules that decide which samples share a pack."""
 
 
 class Former:
@@ -101,6 +110,11 @@ class Former:
         """Items in each of the last steps, for the automatic window."""
         self._asked_held = -1  # samples held when the packer last returned fewer packs than requested
         self._asked_of = self._asked_count = 0  # samples held and packs requested in the last request
+        self._reach = 0  # items outside steps up to which samples may be admitted: see ``may_admit``
+        self.strict = False
+        """True if ``may_admit`` bounds the samples that are admitted, because a change of the rules is to come."""
+        self.begun = False
+        """True if some packs of the next step are chosen."""
         self.num_samples = 0
         """Samples held outside packs."""
         self.closed = False
@@ -126,7 +140,7 @@ class Former:
         """
         rules, batch = self._rules, self._rules.batch
         if batch is None:
-            step, samples = rules.packs * rules.budget, self.num_samples
+            step, samples = rules.packs_at(self.next_step) * rules.budget, self.num_samples
             behind_window = self.queued_tokens * (samples - self.window) // max(samples, 1)  # an estimate
             return self.queued_tokens < 2 * step or behind_window < step or self.lacks_samples
         if batch.samples is None or self.queued_samples < 2 * batch.samples:
@@ -138,6 +152,84 @@ class Former:
     def window(self) -> int:
         """The window of the next step, in samples."""
         return auto_window(self._recent) if self._rules.window == "auto" else self._rules.window
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the next step."""
+        return self._rules
+
+    @property
+    def unformed_tokens(self) -> int:
+        """Tokens held outside steps."""
+        return self.queued_tokens + int(self._pending.tokens.sum())
+
+    def may_admit(self, most_tokens: int) -> int:
+        """Return how many samples may be admitted now, if what is admitted before a step must not depend on speed.
+
+        These are the window, half a step more, and the packs chosen so far; at most about ``most_tokens`` outside
+        steps. In batch mode it is the first sample after the batch. The result is 0 once they are here.
+        """
+        batch = self._rules.batch
+        if batch is not None:
+            if batch.samples is None:
+                return NO_BOUND
+            return max(batch.samples + 1 - self.queued_samples, int(self.in_group))
+        if self.unformed_tokens >= most_tokens:
+            return 0
+        self._gather()
+        items, lead = len(self._sizes) + self._num_items(self._pending), self._lead
+        self._reach = max(self._reach, self._natural_reach)
+        if self.lacks_samples and items >= self._reach:
+            self._reach = items + lead
+        return max(self._reach - items, 0)
+
+    @property
+    def _lead(self) -> int:
+        """Half of the items that a step has had lately: the read-ahead behind the window."""
+        recent = self._recent
+        return max(sum(recent) // (2 * len(recent)), 1) if recent else FIRST // 2
+
+    @property
+    def _natural_reach(self) -> int:
+        """Items outside steps that are needed to choose the next pack without a wait."""
+        return self.window + self._lead + self._num_items(self._pending)
+
+    def _num_items(self, packs: PlannedPacks) -> int:
+        """Return the number of items in ``packs``."""
+        return int(np.count_nonzero(self._table.keep[packs.handles] == 0))
+
+    def fits(self, rules: Rules) -> bool:
+        """Return whether each item held would fit in a pack under ``rules``."""
+        handles, sizes = self._held_items()
+        units = _units(self._table.own_lengths(handles), sizes, rules.align.sample)
+        most = rules.max_samples_per_pack
+        if (units > rules.budget // rules.align.sample).any() or (most is not None and (sizes > most).any()):
+            return False
+        limited = self._limits_of(rules, handles, sizes)
+        return limited is None or not (limited.counts > limited.most[:, None]).any()
+
+    def _held_items(self) -> tuple[I64, I64]:
+        """Return the handles of pending packs and of the items held, and the samples in each of their items."""
+        pending = self._pending.handles
+        ends = np.flatnonzero(self._table.keep[pending] != PACK)
+        return np.concatenate([pending, self._handles]), np.concatenate([np.diff(ends, prepend=-1), self._sizes])
+
+    def change(self, rules: Rules) -> None:
+        """Form the next steps by ``rules``; not within a step. Packs of other rules are taken apart, oldest first."""
+        old, self._rules = self._rules, rules
+        if any(getattr(old, key) != getattr(rules, key) for key in REPACKING):
+            self._gather()
+            pending, (handles, sizes) = self._pending, self._held_items()
+            more = len(sizes) - len(self._sizes)
+            self._pending, self._handles, self._sizes = PlannedPacks.empty(), handles, sizes
+            self._lengths = _units(self._table.own_lengths(handles), sizes, rules.align.sample)
+            self._ages = np.full(len(sizes), UNSEEN, np.int64)
+            self._since = np.concatenate([np.full(more, self.next_step, np.int64), self._since])
+            self.num_samples += len(pending.handles)
+            self.queued_tokens += int(pending.tokens.sum())
+            self._packer, self._asked_held = rules.new_packer(), -1
+        waits = Waits(self._packer, rules.packs if rules.batch is None else None)
+        self.waits, waits.window = waits, 0 if rules.window == "auto" else rules.window
 
     @property
     def too_few(self) -> bool:
@@ -182,9 +274,10 @@ class Former:
             size = int(np.searchsorted(np.cumsum(self._sizes), samples)) + 1
             count, closed, window = size, True, size
         else:
-            steps = max_steps if rules.warmup is None and rules.window != "auto" else 1
+            even = rules.warmup is None and rules.packs_ramp is None and rules.window != "auto"
             self.waits.window = max(self.waits.window, window)
-            count = self._asked_count = max(steps * rules.packs - len(self._pending), 1)
+            packs = (max_steps if even else 1) * rules.packs_at(self.next_step)
+            count = self._asked_count = max(packs - len(self._pending), 1)
         budget = rules.budget_at(self.next_step) // rules.align.sample
         lengths = self._lengths[:size] if rules.warmup is None else np.minimum(self._lengths[:size], budget)
         sizes = self._sizes[:size] if len(self._sizes) < len(self._handles) else None
@@ -195,12 +288,20 @@ class Former:
 
     def _limited(self, size: int) -> Limited | None:
         """Return what the first ``size`` items have of each unit that the rules limit; None without limits or items."""
-        limits, table = self._rules.limits, self._table
-        if limits is None or not size:
+        sizes = self._sizes[:size]
+        return self._limits_of(self._rules, self._handles[: sizes.sum()], sizes)
+
+    def _limits_of(self, rules: Rules, handles: I64, sizes: I64) -> Limited | None:
+        """Return what items of ``sizes`` samples have of each unit that ``rules`` limit; None without limits or items.
+
+        ``handles``: handles of the items' samples, int64 [n].
+        """
+        limits, table = rules.limits, self._table
+        if limits is None or not len(sizes):
             return None
         columns = [(table.patches, limits.patches), (table.items, limits.items)]
         units = [(column, most) for column, most in columns if most is not None]
-        counts = [self._sums(column, size) for column, _ in units]
+        counts = [_sums(column, handles, sizes) for column, _ in units]
         return Limited(np.stack(counts), np.array([most for _, most in units], np.int64)) if units else None
 
     def _work(self, size: int) -> I64 | None:
@@ -208,14 +309,8 @@ class Former:
         rules = self._rules
         if not rules.forms_by_media:
             return None
-        return rules.media_work(self._sums(self._table.extra_cost, size))
-
-    def _sums(self, column: NDArray[np.integer[Any]], size: int) -> I64:
-        """Return the sum of a table's ``column`` over the samples of each of the first ``size`` items, int64 [size]."""
         sizes = self._sizes[:size]
-        values = column[self._handles[: sizes.sum()]]
-        sums: I64 = np.add.reduceat(values, np.cumsum(sizes) - sizes, dtype=np.int64)
-        return sums
+        return rules.media_work(_sums(self._table.extra_cost, self._handles[: sizes.sum()], sizes))
 
     def apply(self, choice: Choice) -> list[PlannedStep]:
         """Move the samples that the packer chose for the last ``request`` into packs; return the completed steps.
@@ -246,6 +341,7 @@ class Former:
         self.waits.chosen(waited, seen)
         self._pending = PlannedPacks.joined([self._pending, packs])
         self._asked_held = self._asked_of - len(taken) if len(packs) < self._asked_count else -1
+        self.begun = self.begun or len(packs) > 0
         return self.cut()
 
     def cut(self) -> list[PlannedStep]:
@@ -253,9 +349,8 @@ class Former:
         if self._rules.batch is not None:
             self._drop_tail()
             return []
-        size = self._rules.packs
         steps = []
-        while len(self._pending) >= size:
+        while len(self._pending) >= (size := self._rules.packs_at(self.next_step)):
             packs, self._pending = self._pending.cut(size)
             steps.append(self._make_step(packs))
         if self.closed and not self.num_samples and self._pending:
@@ -294,14 +389,15 @@ class Former:
         rows, held = self._table.rows, np.concatenate([window, pending.handles])
         return FormState(
             self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(),
-            rows(pending.handles).tobytes(), pending.counts.tolist(), tuple(self._recent) or UNSET,
-            **self._table.extras(held),
+            rows(pending.handles).tobytes(), pending.counts.tolist(),
+            tuple(self._recent) or UNSET, self._reach if self.strict else UNSET, **self._table.extras(held),
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
         """Restore a state in an empty ``Former`` of the same rules; add the state's samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
         self._recent.extend(state.recent or ())
+        self._reach = state.reach or 0
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
         extras = {name: getattr(state, name) for name in EXTRAS}
         handles, pending = np.split(self._table.enter(rows, **extras), [len(state.ages)])
@@ -387,10 +483,33 @@ class Former:
         digest = step_digest(self.next_step, loss, samples, packs.digests)
         self.chain = chain_digest(self.chain, digest)
         step = PlannedStep(self.next_step, packs, loss, samples, digest, self.chain, self._rules)
+        if self.strict or self._rules.window == "auto":
+            items = self._num_items(packs)
+            if self._rules.batch is None:
+                self._reach = max(self._reach, self._natural_reach + items) - items
+            self._recent.append(items)
         self.next_step += 1
-        if self._rules.window == "auto":
-            self._recent.append(int(np.count_nonzero(self._table.keep[packs.handles] == 0)))
+        self.begun = False
         return step
+
+    def hold_reach(self) -> None:
+        """Let the samples admitted so far be those that ``may_admit`` allows for the next step."""
+        self._gather()
+        self._reach = len(self._sizes) + self._num_items(self._pending)
+
+
+def _units(lengths: I64, sizes: I64, align: int) -> I64:
+    """Return the length of each item in units of ``align`` tokens, int64 [items]: of ``sizes`` samples each."""
+    if not len(sizes):
+        return _NONE
+    units: I64 = np.add.reduceat(-(-lengths // align), np.cumsum(sizes) - sizes)
+    return units
+
+
+def _sums(column: NDArray[np.integer[Any]], handles: I64, sizes: I64) -> I64:
+    """Return the sums of a table's ``column`` over ``handles``, by items of ``sizes`` samples, int64 [items]."""
+    sums: I64 = np.add.reduceat(column[handles], np.cumsum(sizes) - sizes, dtype=np.int64)
+    return sums
 
 
 def warm_up(rules: Rules) -> None:

@@ -107,6 +107,10 @@ class Admission:
         self._streams = [*self._streams, *more]
         self.counts += [StreamCounts() for _ in more]
 
+    def change_terms(self, streams: list[StreamTerms]) -> None:
+        """Let the samples that come from now on meet these terms; the last streams may lack."""
+        self._streams = [*streams, *self._streams[len(streams) :]]
+
     def refusal(self, stream: int, intake: Intake, chunk: ReceivedChunk) -> Unfit | None:
         """Return the reason that a chunk is rejected; None if it is good."""
         frames = self._sent if self._streams[stream].late else self._frames
@@ -227,8 +231,9 @@ class Admission:
         lengths, crcs, stop = chunk.lengths, chunk.crcs, min(intake.known_seq, chunk.stop_seq)
         for seq, handle in self._awaited(intake, max(intake.expected_seq, message.base_seq), stop):
             at, part, known = seq - message.base_seq, int(table.part[handle]), int(table.length[handle])
-            cut = int(lengths[at]) > terms.limit
-            length = min(int(lengths[at]) - part * terms.limit, terms.limit) if cut else int(lengths[at])
+            limit = intake.limit_of(seq, terms.limit)
+            cut = int(lengths[at]) > limit
+            length = min(int(lengths[at]) - part * limit, limit) if cut else int(lengths[at])
             if (length, int(crcs[at])) != (known, int(table.crc[handle])):
                 index = index_of(seq, message.partition, terms.partitions)
                 return (
@@ -247,7 +252,8 @@ class Admission:
             return []
         rows, every = np.array([seq - chunk.message.base_seq for seq, _ in awaited]), chunk.lengths
         handles = np.array([handle for _, handle in awaited])
-        offsets = (np.cumsum(every) - every)[rows] + self._table.part[handles] * self._streams[stream].limit
+        limits = np.array([intake.limit_of(seq, self._streams[stream].limit) for seq, _ in awaited])
+        offsets = (np.cumsum(every) - every)[rows] + self._table.part[handles] * limits
         for seq, _ in awaited:
             intake.awaited.pop(seq, None)
         return [_store(chunk, handles, offsets, self._table.length[handles].astype(np.int64), rows, payload)]

@@ -152,6 +152,7 @@ class Intake:
         awaited: Handles of the samples whose payload is read again: by sequence number, one handle for each piece.
         staged: Samples that came and wait for their late fields; None if the feed has none. They have numbers of their
             own.
+        limits: The limits by which earlier samples were cut, as (first sample after them, limit), in order.
         more_bytes: Bytes that may wait beyond ``quota_bytes``; only in a paced feed, where tickets bound the samples.
     """
 
@@ -172,6 +173,7 @@ class Intake:
     recorded: Recorded = field(default_factory=Recorded)
     staged: StagedPartition | None = None
     more_bytes: int = 0
+    limits: list[tuple[int, int]] = field(default_factory=list)
     _floors: list[Floor] = field(default_factory=list)
 
     def go_to(self, floor: Floor, known_seq: int, merged_tokens: int) -> None:
@@ -184,6 +186,10 @@ class Intake:
         self.total, self.closed = None, False
         self.awaited.clear()
         self.recorded.begin_again()
+
+    def limit_of(self, seq: int, latest: int) -> int:
+        """Return the limit by which sample ``seq`` was cut; ``latest`` is that of new samples."""
+        return next((limit for stop, limit in self.limits if seq < stop), latest)
 
     def floor(self, seq: int) -> Floor:
         """Return the place from which to read the partition again to get sample ``seq``; forget earlier places."""

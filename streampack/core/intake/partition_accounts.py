@@ -222,6 +222,11 @@ class PartitionAccounts:
             self._partitions.intakes[p].awaited.clear()
         self._await(feed, held)
 
+    def absent_of(self, feed: str) -> I64:
+        """Return the handles of samples of ``feed`` whose payload is to come again, int64 [n]."""
+        ours = set(self._partitions.of_feed(feed))
+        return np.array([handle for handle, at in self.absent.items() if at[0] in ours], np.int64)
+
     def join(self, feed: str, known: int) -> list[int]:
         """Read the new partitions of ``feed``, those from number ``known`` on, from their first sample.
 

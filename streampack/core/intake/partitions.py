@@ -39,13 +39,13 @@ class Granted(NamedTuple):
     missing_samples: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Stream:
     """A stream of a feed, and where its samples go.
 
     Attributes:
         feed: Name of the feed.
-        terms: The rules that the stream's samples have to meet.
+        terms: The rules that the stream's samples have to meet, which a stage may change.
         admission: Admits the feed's samples.
         merge: The feed's merge.
         rules: The feed's rules when the stream was added.
@@ -118,6 +118,11 @@ class Partitions:
                 self.intakes[p].staged = self._staging.open(feed, p, terms.name, p - stream.first, rules)
             self.of_feed(feed).extend(range(stream.first, len(self)))
             first_in_feed += terms.partitions
+
+    def change_terms(self, feed: str, terms: list[StreamTerms]) -> None:
+        """Let the samples of the streams of ``feed`` that come from now on meet these terms."""
+        for stream, its in zip(self.streams_of(feed), terms, strict=False):
+            stream.terms = its
 
     def of_feed(self, feed: str) -> list[int]:
         """Return the numbers of the partitions of ``feed``, in the feed's own order."""

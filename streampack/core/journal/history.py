@@ -12,10 +12,13 @@ from array import array
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from streampack.core.journal.log_records import FeedFacts, PolicyPublished
 from streampack.core.model.bounded import MOST_VERSION
+from streampack.core.model.keys.stage_keys import StageBegin
+from streampack.core.model.rule_changes import Schedule, Scheduled, WholeRules
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
@@ -86,7 +89,9 @@ class History:
     Attributes:
         rules: The rules with which the feed began.
         lineage, lineage_step: Number of the lineage, and the step at which it began.
-        changes: Changes of the rules, in order.
+        changes: Changes of the rules that have their places, in order.
+        asked: Changes that were asked for while the run goes on; those in ``changes`` too.
+        canceled: Numbers of changes that do not take effect.
         skips: Skipped steps, as (first, last).
         commits: Steps of the checkpoints that are kept.
         released: Every rank has returned the steps before this one, as far as the log knows.
@@ -105,6 +110,8 @@ class History:
     lineage: int = 0
     lineage_step: int = 0
     changes: list[RulesChange] = field(default_factory=list)
+    asked: list[Scheduled] = field(default_factory=list)
+    canceled: set[int] = field(default_factory=set)
     skips: list[tuple[int, int]] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
     released: int = 0
@@ -163,20 +170,51 @@ class History:
         return self._lsns[at] if 0 <= at < len(self._lsns) else -1
 
     def note_change(self, change: RulesChange) -> None:
-        """Add a change of the rules; a change with a position replaces the first change without one."""
-        waiting = (number for number, known in enumerate(self.changes) if known.position < 0 <= change.position)
-        at = next(waiting, len(self.changes))
-        self.changes[at : at + 1] = [change]
+        """Add a change of the rules; versions before 0.2 recorded it first without its position."""
+        if change.position < 0:
+            at = StageBegin(step=change.step)
+            self.asked.append(Scheduled(self.next_id, WholeRules(change.rules), at, change.note))
+            return
+        if change.id is UNSET:
+            waiting = (each.id for each in self.pending if isinstance(each.ask, WholeRules))
+            change = msgspec.structs.replace(change, id=next(waiting, UNSET))
+        self.changes.append(change)
+
+    def cancel(self, number: int) -> None:
+        """Note that the change with this number does not take effect, also if another broker let it."""
+        self.canceled.add(number)
+        self.changes = [change for change in self.changes if change.id != number]
+
+    @property
+    def next_id(self) -> int:
+        """The number of the next change that is asked for; the stages of the rules have the first numbers."""
+        return max((each.id + 1 for each in self.asked), default=len(self.rules.stages))
+
+    @property
+    def pending(self) -> list[Scheduled]:
+        """The changes that have no place yet and were not canceled, in the order of their numbers."""
+        stages = [Scheduled(number, stage, stage.at) for number, stage in enumerate(self.rules.stages)]
+        done = self.canceled | {change.id for change in self.changes}
+        return [each for each in (*stages, *self.asked) if each.id not in done]
+
+    @property
+    def schedule(self) -> Schedule | UnsetType:
+        """The changes that were asked for and have no place, and those that were canceled; UNSET without any."""
+        waiting = [each for each in self.pending if each.id >= len(self.rules.stages)]
+        return Schedule(waiting, sorted(self.canceled)) if waiting or self.canceled else UNSET
 
     def knows(self, given: Snapshot) -> bool:
         """Return whether all rule changes and skipped steps of a checkpoint's snapshot are recorded."""
-        own = self.changes[: len(given.changes)]
+        placed = given.placed
+        own, asked = self.changes[: len(placed)], {each.id for each in self.asked}
         return (
-            len(own) == len(given.changes)
+            len(own) == len(placed)
             and all(
-                mine.rules == other.rules and other.position in (-1, mine.position)
-                for mine, other in zip(own, given.changes, strict=True)
+                (mine.rules, mine.position) == (other.rules, other.position)
+                for mine, other in zip(own, placed, strict=True)
             )
+            and asked.issuperset(each.id for each in given.asked)
+            and self.canceled.issuperset(given.canceled)
             and all(skip in self.skips for skip in given.skips)
         )
 
@@ -364,7 +402,10 @@ class History:
     def recover(self, facts: FeedFacts, released: int) -> None:
         """Apply the facts that replace deleted records; every rank has returned the steps before ``released``."""
         self.lineage, self.lineage_step = facts.lineage, facts.lineage_step
-        self.changes = list(facts.changes)
+        schedule = facts.schedule or Schedule()
+        self.asked, self.canceled, self.changes = list(schedule.asked), set(schedule.canceled), []
+        for change in facts.changes:
+            self.note_change(change)
         self.skips, self.commits = list(facts.skips), list(facts.commits)
         self.released = max(self.released, released)
         if facts.newest_version is not UNSET and facts.newest_version <= MOST_VERSION:
@@ -382,4 +423,5 @@ class History:
             skips=self.skips, commits=self.commits,
             newest_version=UNSET if self.newest_version < 0 else self.newest_version,
             published=UNSET if self.published is None else self.published, trained=self.trained.facts(),
+            schedule=self.schedule,
         )  # fmt: skip

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct, UnsetType
 
 from streampack.core.columns.chunk_body import ChunkBody
+from streampack.core.model.rule_changes import Schedule, Scheduled
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.model.samples import ExtraColumns
 from streampack.core.model.snapshot import Count, Cursor, Snapshot
@@ -74,6 +75,7 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
         published: The newest policy that trainers have published; absent without one.
         trained: (number of steps counted, (samples, tokens) of each stream in them): see ``TrainedSamples``. Absent in
             older logs.
+        schedule: Changes that were asked for and are not in ``changes``; absent without any.
     """
 
     rules: Rules
@@ -85,6 +87,7 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
     newest_version: Count | UnsetType = msgspec.UNSET
     published: PolicyPublished | UnsetType = msgspec.UNSET
     trained: tuple[Count, list[tuple[Count, Count]]] | UnsetType = msgspec.UNSET
+    schedule: Schedule | UnsetType = msgspec.UNSET
 
 
 class Base(Record, frozen=True, kw_only=True):
@@ -224,6 +227,23 @@ class RulesChanged(Record, frozen=True, kw_only=True):
     change: RulesChange
 
 
+class ChangeAsked(Record, frozen=True, kw_only=True):
+    """A person asked for a change of a feed's rules; ``RulesChanged`` follows when it takes effect."""
+
+    TYPE: ClassVar[int] = 24
+    feed: str
+    change: Scheduled
+
+
+class ChangeCanceled(Record, frozen=True, kw_only=True):
+    """The change with number ``id`` does not take effect. ``note`` is a person's reason; absent without one."""
+
+    TYPE: ClassVar[int] = 25
+    feed: str
+    id: int
+    note: str | UnsetType = msgspec.UNSET
+
+
 class StepsSkipped(Record, frozen=True, kw_only=True):
     """Steps ``first`` to ``last`` are skipped by every rank; later steps stay the same.
 
@@ -359,5 +379,5 @@ ALL_RECORDS: tuple[type[Record], ...] = (
     Base, SourceAccepted, ChunkAdmitted, SamplesRejected, BatchMarked, PartitionEnded, StepFormed, SnapshotTaken,
     FeedEnded, RulesChanged, StepsSkipped, LineageBegan, CheckpointCommitted,
     TailDropped, WriteCommitted, KeysKept, ChunkStaged, SamplesAmended, MarkStaged, EndStaged,
-    ChunkCompleted, ValuesReported, PolicyPublished,
+    ChunkCompleted, ValuesReported, PolicyPublished, ChangeAsked, ChangeCanceled,
 )  # fmt: skip

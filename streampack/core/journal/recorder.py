@@ -12,6 +12,8 @@ from msgspec import UNSET
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_records import (
+    ChangeAsked,
+    ChangeCanceled,
     FeedEnded,
     LineageBegan,
     Record,
@@ -21,6 +23,7 @@ from streampack.core.journal.log_records import (
     StepsSkipped,
     TailDropped,
 )
+from streampack.core.model.rule_changes import Scheduled
 from streampack.core.model.rules import RulesChange
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.snapshot import Snapshot
@@ -93,9 +96,19 @@ class Recorder:
         return [*self._journal.append(began), report]
 
     def record_change(self, change: RulesChange) -> list[Effect]:
-        """Record a change of the rules when it is requested, and again when it gets its position."""
+        """Record that a change of the rules takes effect at its position."""
         self._history.note_change(change)
         return self._journal.append(RulesChanged(feed=self._feed, change=change))
+
+    def record_asked(self, change: Scheduled) -> list[Effect]:
+        """Record a change that was asked for."""
+        self._history.asked.append(change)
+        return self._journal.append(ChangeAsked(feed=self._feed, change=change))
+
+    def record_canceled(self, number: int, note: str = "") -> list[Effect]:
+        """Record that the change with this number does not take effect, with a person's reason."""
+        self._history.cancel(number)
+        return self._journal.append(ChangeCanceled(feed=self._feed, id=number, note=note or UNSET))
 
     def record_skip(self, first: int, last: int, note: str = "") -> list[Effect]:
         """Record that steps ``first`` to ``last`` are skipped, with a person's reason."""
@@ -122,5 +135,9 @@ class Recorder:
             history.released = min(history.released, record.step)
         elif isinstance(record, RulesChanged):
             history.note_change(record.change)
+        elif isinstance(record, ChangeAsked):
+            history.asked.append(record.change)
+        elif isinstance(record, ChangeCanceled):
+            history.cancel(record.id)
         elif isinstance(record, StepsSkipped):
             history.skips.append((record.first, record.last))

@@ -148,11 +148,11 @@ class Arrival(Queues):
         super().end_pass(partition)
         self._barriers_pushed[partition] += 1
 
-    def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
-        """Take samples in merge order, until one is missing, or ``max_tokens`` or ``max_position`` is reached.
+    def take(self, max_tokens: int, max_position: int = NOWHERE, max_entries: int = NOWHERE) -> Taken:
+        """Take samples in merge order, until one is missing, or one of the limits is reached.
 
-        The last sample may exceed ``max_tokens``. At the end of the script the pass may still wait for some partitions.
-        Then ``blocked`` names the waiting partition that has given the fewest samples.
+        The last sample may exceed ``max_tokens`` or ``max_entries``. At the end of the script the pass may still wait
+        for some partitions. Then ``blocked`` names the waiting partition that has given the fewest samples.
         """
         queues, script = self._queues, self._script
         bound = int((queues.tail - queues.head).sum())
@@ -161,7 +161,7 @@ class Arrival(Queues):
         count, blocked = arrival_take(
             script.base, script.stop, script.after, script.current, queues, self._ended,
             self.merged_samples, self.merged_tokens,
-            max_tokens, max_position - self.position, handles, lengths,
+            max_tokens, max_position - self.position, max_entries, handles, lengths,
         )  # fmt: skip
         if blocked == -2:
             blocked = self._awaited()
@@ -169,13 +169,16 @@ class Arrival(Queues):
         self._fresh &= not len(moved)
         return Taken(handles[:count], lengths[:count], None if blocked < 0 else int(blocked), moved)
 
-    def change(self, weights: Sequence[float], partitions: Sequence[int], _: Sequence[int] = ()) -> I64:
+    def change(
+        self, weights: Sequence[float], partitions: Sequence[int], _: Sequence[int] = (), paused: Sequence[int] = ()
+    ) -> I64:
         """Remove the streams with weight 0, and add new ones, as ``Merge.change`` does; other weights are not used.
 
         Returns the handles of the dropped entries' samples, int64 [n].
         """
         dropped = self._restream(partitions, [s for s, weight in enumerate(weights) if weight == 0])
         self._extend(len(self._ended))
+        self.pause(paused)
         return dropped
 
     def state(self) -> MergeState:

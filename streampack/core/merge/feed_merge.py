@@ -24,7 +24,7 @@ class FeedMerge:
         """The merge in use."""
         return self._current
 
-    def restart(self, rules: Rules, awaits_state: bool = False) -> AnyMerge:
-        """Replace the merge with a new, empty merge under ``rules``, and return the new merge."""
-        self._current, self.awaits_state = merge_of(rules), awaits_state
+    def restart(self, rules: Rules, step: int = 0, awaits_state: bool = False) -> AnyMerge:
+        """Replace the merge with a new, empty merge under ``rules`` at ``step``, and return the new merge."""
+        self._current, self.awaits_state = merge_of(rules, step), awaits_state
         return self._current

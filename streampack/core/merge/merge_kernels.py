@@ -119,10 +119,11 @@ def merge_take(
     by_sample: bool,
     max_tokens: int,
     max_samples: int,
+    max_entries: int,
     out_handle: I64,
     out_length: I64,
 ) -> tuple[int, int]:
-    """Take samples in merge order until one is missing or ``max_tokens`` or ``max_samples`` are taken.
+    """Take samples in merge order until one is missing, or one of the limits is reached.
 
     The streams that are live and not paused are the heap ``order[: num_ordered[0]]``, by (clock, number), so a sample
     takes time O(log streams). Stream ``s`` owns partitions ``first[s]:first[s + 1]``, whose entries wait in ``queues``.
@@ -139,7 +140,7 @@ def merge_take(
     taken = 0
     tokens = 0
     samples = 0
-    while tokens < max_tokens and samples < max_samples:
+    while tokens < max_tokens and samples < max_samples and taken < max_entries:
         if num_ordered[0] == 0:
             return taken, -1
         stream = order[0]
@@ -201,10 +202,11 @@ def arrival_take(
     merged_tokens: I64,
     max_tokens: int,
     max_samples: int,
+    max_entries: int,
     out_handle: I64,
     out_length: I64,
 ) -> tuple[int, int]:
-    """Take samples in the order of a script until one is missing or ``max_tokens`` or ``max_samples`` are taken.
+    """Take samples in the order of a script until one is missing, or one of the limits is reached.
 
     ``base``, ``stop``, ``after`` and ``current`` are those of ``arrival.Script``; queues, counts and ``out`` are as in
     ``merge_take``. The kernel updates ``current``, ``queues`` and the counts in place. It skips partitions that are at
@@ -215,7 +217,7 @@ def arrival_take(
     taken = 0
     tokens = 0
     left = max_samples
-    while tokens < max_tokens and left > 0:
+    while tokens < max_tokens and left > 0 and taken < max_entries:
         partition = -1
         for p in range(len(queues.head)):
             while current[p] >= 0 and stop[current[p] - base] <= merged_samples[p]:
@@ -235,7 +237,13 @@ def arrival_take(
         count = min(stop[current[partition] - base] - merged_samples[partition], left)
         left -= count
         waits = True
-        while count > 0 and tokens < max_tokens and waits and of_first(queues, partition, LENGTH) >= 0:
+        while (
+            count > 0
+            and tokens < max_tokens
+            and taken < max_entries
+            and waits
+            and of_first(queues, partition, LENGTH) >= 0
+        ):
             whole = False
             while not whole:
                 length = of_first(queues, partition, LENGTH)

@@ -73,6 +73,8 @@ class Queues:
         """True while no entry of this pass has been taken."""
         self._passes = 0
         """Number of passes before this one, empty ones included."""
+        self._idle = np.zeros(count, np.bool_)
+        """True for each partition of a paused stream."""
         self.merged_samples = np.zeros(count, np.int64)
         self.merged_tokens = np.zeros(count, np.int64)
         for stream in removed:
@@ -107,8 +109,8 @@ class Queues:
 
     @property
     def closed(self) -> bool:
-        """True if no more samples will be merged: all streams have ended, or one stream has stopped the merge."""
-        return self.stopped or bool(self._ended.all() and self._done.all())
+        """True if no more samples will be merged: all streams have ended or pause, or one has stopped the merge."""
+        return self.stopped or bool((self._done | self._idle).all())
 
     @property
     def has_barriers(self) -> bool:
@@ -121,7 +123,7 @@ class Queues:
         if not self._num_barriers or self.stopped:
             return False
         at_barrier = self._at_barrier
-        return bool(at_barrier.any() and (at_barrier | self._done).all())
+        return bool((at_barrier & ~self._idle).any() and (at_barrier | self._done | self._idle).all())
 
     @property
     def may_grow(self) -> bool:
@@ -159,12 +161,18 @@ class Queues:
             )
         self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
         self._queues = with_partitions(self._queues, sum(partitions))
-        for name in ("_ended", "merged_samples", "merged_tokens"):
+        for name in ("_ended", "_idle", "merged_samples", "merged_tokens"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(sum(partitions) - len(old), old.dtype)]))
         rows = [p for stream in removed for p in range(self._first[stream], self._first[stream + 1])]
         self._ended[rows] = True
         return self._drop_entries(rows)
+
+    def pause(self, streams: Sequence[int]) -> None:
+        """Let exactly these streams pause: they give no samples, and do not hold the end open."""
+        self._idle[:], self._stuck = False, False
+        for stream in streams:
+            self._idle[self._first[stream] : self._first[stream + 1]] = True
 
     def _drop_entries(self, rows: Sequence[int]) -> I64:
         """Drop the waiting entries of the partitions ``rows``; return their samples' handles, int64 [n]."""
@@ -185,7 +193,8 @@ class Queues:
     @property
     def giving_streams(self) -> NDArray[np.bool_]:
         """True for each stream that may give more samples in this pass, bool [streams]."""
-        return np.logical_or.reduceat(~(self._done | self._at_barrier), self._first[:-1]) & (not self.stopped)
+        waits = self._done | self._at_barrier | self._idle
+        return np.logical_or.reduceat(~waits, self._first[:-1]) & (not self.stopped)
 
     @property
     def _done(self) -> NDArray[np.bool_]:

@@ -74,15 +74,16 @@ class Merge(Queues):
         block: Entries in a block of memory.
         unit: Unit of the weights: shares of ``tokens`` or of ``samples``.
         stops: Numbers of streams that end the merge when they end.
+        paused: Numbers of streams that give no samples now.
     """
 
     def __init__(
         self, weights: list[float], partitions: list[int], seed: int, block: int = BLOCK,
-        unit: WeightUnit = "tokens", stops: Sequence[int] = (),
+        unit: WeightUnit = "tokens", stops: Sequence[int] = (), paused: Sequence[int] = (),
     ) -> None:  # fmt: skip
         super().__init__(partitions, block, _removed(weights))
         self._seed, self._by_sample = seed, unit == "samples"
-        self._set_strides(weights, stops)
+        self._set_strides(weights, stops, paused)
         self._clock = self._start.copy()
         self._paused = np.zeros(len(weights), np.bool_)
         self._stopped = False
@@ -94,20 +95,24 @@ class Merge(Queues):
         self._out: I64 = np.empty((2, 0), np.int64)  # room for all waiting entries; memory is used when written to
         self._blocked = -1
 
-    def _set_strides(self, weights: Sequence[float], stops: Sequence[int]) -> None:
-        """Set the strides (0 for a removed stream), the streams whose end ends the merge, and a pass's start clocks."""
-        left = [weight for weight in weights if weight] or list(weights)
+    def _set_strides(self, weights: Sequence[float], stops: Sequence[int], paused: Sequence[int]) -> None:
+        """Set the strides (0 for a stream that gives nothing), the streams that end the merge, and the start clocks."""
+        self.pause(paused)
+        self._removed = np.array(weights) == 0
+        gives = ~self._removed & ~np.isin(np.arange(len(weights)), paused)
+        left = [weight for weight, each in zip(weights, gives.tolist(), strict=True) if each]
         self._stride = np.zeros(len(weights), np.int64)
-        self._stride[np.array(weights) != 0] = strides(left)
+        self._stride[gives] = strides(left) if left else 0
         self._stops = np.isin(np.arange(len(weights)), stops)
         phases = np.array([phase(self._seed, s) for s in range(len(weights))], np.int64)
         # Streams that stop the others go first, so that a pass in which they are missing is not begun.
         self._start = np.where(self._stops, -1, phases * (self._stride // (PHASES if self._by_sample else 1)))
 
-    def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
-        """Take samples in merge order, until one is missing, or ``max_tokens`` or ``max_position`` is reached.
+    def take(self, max_tokens: int, max_position: int = NOWHERE, max_entries: int = NOWHERE) -> Taken:
+        """Take samples in merge order, until one is missing, or one of the limits is reached.
 
-        The last sample may exceed ``max_tokens``. Rejected samples count in the position, but are not returned.
+        The last sample may exceed ``max_tokens`` or ``max_entries``, which counts pieces of samples. Rejected samples
+        count in the position, but are not returned.
         """
         if self._stopped or self._stuck:
             return Taken(_NOTHING, _NOTHING, self._blocked if self._stuck else None, _NOTHING)
@@ -121,19 +126,22 @@ class Merge(Queues):
         count, blocked = merge_take(
             self._order, self._num_ordered, self._now, self._clock, self._stride, self._first, self._turn, self._live,
             self._paused, self._stops, self._queues, self._ended, self.merged_samples,
-            self.merged_tokens, self._by_sample, max_tokens, left, handles, lengths,
+            self.merged_tokens, self._by_sample, max_tokens, left, max_entries,
+            handles, lengths,
         )  # fmt: skip
         self._stopped, self._stuck, self._blocked = blocked == -2, blocked >= 0, int(blocked)
         moved = np.flatnonzero(self.merged_samples != before)
         self._fresh &= not len(moved)
         return Taken(handles[:count].copy(), lengths[:count].copy(), None if blocked < 0 else int(blocked), moved)
 
-    def change(self, weights: Sequence[float], partitions: Sequence[int], stops: Sequence[int] = ()) -> I64:
+    def change(
+        self, weights: Sequence[float], partitions: Sequence[int], stops: Sequence[int] = (), paused: Sequence[int] = ()
+    ) -> I64:  # fmt: skip
         """Change the weights from the next sample on; arguments as for a new merge.
 
         A weight of 0 removes a stream: its waiting entries are dropped, and nothing more is pushed to it. New streams
-        come after the existing streams, and start at the clock of the last sample. In a run that is replayed, call it
-        at the same position before anything else.
+        come after the existing streams. They start at the clock of the last sample, as do streams that paused. In a run
+        that is replayed, call it at the same position before anything else.
 
         Returns:
             The handles of the dropped entries' samples, int64 [n].
@@ -143,7 +151,7 @@ class Merge(Queues):
                 The merge is then unchanged.
         """
         old, known, removed = self._stride, len(self._stride), _removed(weights)
-        back = [s for s in range(known) if old[s] == 0 and weights[s]]
+        back = [s for s in range(known) if self._removed[s] and weights[s]]
         if back:
             raise ValueError(
                 f"got a weight for stream {back[0]}, expected 0, because the stream was removed. Add a new stream "
@@ -151,7 +159,7 @@ class Merge(Queues):
             )
         strides([weight for weight in weights if weight] or list(weights))  # raises before anything changes
         dropped = self._restream(partitions, removed)
-        self._set_strides(weights, stops)
+        self._set_strides(weights, stops, paused)
         self._rebase()
         clock = self._start.copy()
         if not self._fresh:
@@ -161,7 +169,8 @@ class Merge(Queues):
         more = len(weights) - known
         self._clock, self._turn = clock, np.concatenate([self._turn, np.zeros(more, np.int64)])
         self._paused = np.concatenate([self._paused, np.zeros(more, np.bool_)])
-        self._live = np.concatenate([self._live, np.ones(more, np.bool_)]) & (self._stride > 0)
+        resumed = np.concatenate([old == 0, np.ones(more, np.bool_)])
+        self._live = (np.concatenate([self._live, np.ones(more, np.bool_)]) | resumed) & (self._stride > 0)
         self._put_in_order()
         return dropped
 
@@ -221,12 +230,14 @@ class Merge(Queues):
 AnyMerge = Merge | Arrival
 
 
-def merge_of(rules: Rules) -> AnyMerge:
-    """Return an empty merge of the streams of ``rules``; streams with weight 0 count as removed."""
-    weights, partitions, stops = _merge_terms(rules)
+def merge_of(rules: Rules, step: int = 0) -> AnyMerge:
+    """Return an empty merge of the streams of ``rules`` at ``step``; streams with weight 0 count as removed."""
+    weights, partitions, stops, paused = _merge_terms(rules, step)
     if rules.merge == "arrival":
-        return Arrival(partitions, removed=_removed(weights))
-    return Merge(weights, partitions, rules.seed, unit=rules.weight_unit, stops=stops)
+        merge = Arrival(partitions, removed=_removed(weights))
+        merge.pause(paused)
+        return merge
+    return Merge(weights, partitions, rules.seed, unit=rules.weight_unit, stops=stops, paused=paused)
 
 
 def warm_up(rules: Rules) -> None:
@@ -240,19 +251,21 @@ def warm_up(rules: Rules) -> None:
     merge.drop()
 
 
-def change_merge(merge: AnyMerge, rules: Rules) -> I64:
-    """Change the weights and streams of ``merge`` to those of ``rules``, from the next sample on.
+def change_merge(merge: AnyMerge, rules: Rules, step: int = 0) -> I64:
+    """Change the weights and streams of ``merge`` to those of ``rules`` at ``step``, from the next sample on.
 
     Returns the handles of dropped entries, and raises ValueError, as ``Merge.change`` does.
     """
-    return merge.change(*_merge_terms(rules))
+    return merge.change(*_merge_terms(rules, step))
 
 
-def _merge_terms(rules: Rules) -> tuple[list[float], list[int], list[int]]:
-    """Return the weight and the partition count of each stream, and the streams whose end ends the merge."""
-    streams = rules.streams
+def _merge_terms(rules: Rules, step: int) -> tuple[list[float], list[int], list[int], list[int]]:
+    """Return each stream's weight and number of partitions, the streams that end the merge, and those that pause."""
+    streams, shares = rules.streams, rules.shares_at(step)
     stops = [number for number, stream in enumerate(streams) if stream.on_exhaust == "stop"]
-    return [stream.weight for stream in streams], [stream.partitions for stream in streams], stops
+    paused = [number for number, stream in enumerate(streams) if stream.weight and not shares[number]]
+    weights = [share or stream.weight for share, stream in zip(shares, streams, strict=True)]
+    return weights, [stream.partitions for stream in streams], stops, paused
 
 
 def _removed(weights: Sequence[float]) -> list[int]:

@@ -41,6 +41,11 @@ class StreamTerms(StreamRules, frozen=True, kw_only=True):
     media_factors: tuple[int, int, int] = (0, 0, 0)
     limits: MediaLimits = NO_LIMITS
 
+    @property
+    def cuts(self) -> tuple[object, ...]:
+        """The terms that decide which pieces of a sample are admitted."""
+        return self.limit, self.align, self.most, self.limits, self.overlong
+
     def fits(self, lengths: I64) -> bool:
         """Return whether one pack can hold samples of these lengths; a sample of length 0 is left out.
 

@@ -7,11 +7,12 @@ Two runs with equal rules and equal samples have equal steps, whatever machines,
 from __future__ import annotations
 
 import hashlib
+from math import gcd
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from streampack.core.model.fields import OF_MEDIA, OF_ROWS, OF_TREES, Field, check_fields
 from streampack.core.model.keys.planning_keys import (
@@ -22,8 +23,11 @@ from streampack.core.model.keys.planning_keys import (
     PlanningKeys,
     Positive,
     RunKeys,
+    Warmup,
     Window,
 )
+from streampack.core.model.keys.planning_keys import Align as Align
+from streampack.core.model.keys.stage_keys import Stage, WeightsRamp
 from streampack.core.model.keys.stream_keys import SamplePolicies, StreamKeys
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import check_shape, own_widths, step_widths, width_unit
@@ -35,16 +39,6 @@ MAX_WEIGHT_RATIO = 4096
 """The greatest ratio of two streams' weights; it keeps the merge's clocks inside 64 bits."""
 LATE_TIMEOUT_S = 3600
 """Seconds that a sample waits for its late fields by default."""
-
-
-class Align(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Multiples, in tokens, to which samples and packs are padded.
-
-    With ``cp`` context-parallel ranks (zigzag) both must be multiples of 2 * cp.
-    """
-
-    sample: Positive = 1
-    pack: Positive = 1
 
 
 class Batch(BatchKeys, frozen=True, omit_defaults=True):
@@ -65,7 +59,7 @@ class Batch(BatchKeys, frozen=True, omit_defaults=True):
 
 class StreamRules(
     StreamKeys, SamplePolicies, frozen=True, omit_defaults=True,
-    listed="name weight partitions passes overlong poison on_exhaust pushed no_loss_tokens",
+    listed="name weight partitions passes overlong poison on_exhaust pushed no_loss_tokens paused",
 ):  # fmt: skip
     """Rules of one stream: its keys, with the policies that apply to it.
 
@@ -74,12 +68,19 @@ class StreamRules(
         weight: The stream's share of the feed, in ``Rules.weight_unit``; 0 for a removed stream.
         partitions: Number of its partitions.
         passes: Number of passes over the stream's data; None for no limit.
+        paused: The stream gives no samples now, and does not hold the end of the feed open.
     """
 
     name: str
     weight: float = 1.0
     partitions: int = 4
     passes: int | None = 1
+    paused: bool = False
+
+    @property
+    def gives(self) -> bool:
+        """True if the stream is neither removed nor paused."""
+        return bool(self.weight) and not self.paused
 
 
 class Rules(
@@ -105,6 +106,10 @@ class Rules(
         fields: Fields that samples carry beside token ids, with values for each token or each sample.
         media_fields: Fields with values for the samples' media, of axis ``item`` or ``patch``.
         streams: Streams, in the order of their numbers.
+        packs_ramp: Growth of the packs of a step. Every value is a multiple of what its first and last value have in
+            common, so that the meshes of both suit all.
+        weights_ramp: Change of the weights from one step to the next.
+        stages: The stages that follow; empty in rules that a stage has changed.
     """
 
     # msgspec leaves out a value that is the very object of the default. Records have had the budget and the balance of
@@ -122,6 +127,9 @@ class Rules(
     fields: tuple[Field, ...] = ()
     media_fields: tuple[Field, ...] = ()
     streams: tuple[StreamRules, ...] = ()
+    packs_ramp: Warmup | None = None
+    weights_ramp: WeightsRamp | None = None
+    stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         if self.budget % self.align.pack:
@@ -289,10 +297,31 @@ class Rules(
 
     def budget_at(self, step: int) -> int:
         """Return the budget of ``step`` in tokens; during ``warmup`` it is lower, a multiple of ``align.pack``."""
-        warmup = self.warmup
-        if warmup is None or step >= warmup.steps:
-            return self.budget
-        return (warmup.init + (self.budget - warmup.init) * step // warmup.steps) // self.align.pack * self.align.pack
+        return self.budget if self.warmup is None else self.warmup.at(step, self.budget, self.align.pack)
+
+    def packs_at(self, step: int) -> int:
+        """Return the number of packs of ``step``, which grows with ``packs_ramp``."""
+        ramp = self.packs_ramp
+        return self.packs if ramp is None else ramp.at(step, self.packs, gcd(ramp.init, self.packs))
+
+    def shares_at(self, step: int) -> tuple[float, ...]:
+        """Return the weight of each stream that the merge uses at ``step``; 0 for streams that give nothing.
+
+        While the weights change evenly, these are shares. A stream that comes or goes has at least the smallest share
+        that the merge allows.
+        """
+        weights = tuple(stream.weight if stream.gives else 0.0 for stream in self.streams)
+        ramp = self.weights_ramp
+        if ramp is None or (done := step - ramp.begin + 1) >= ramp.steps:
+            return weights
+        total = sum(weights)
+        before = (*ramp.shares, *(0.0 for _ in weights[len(ramp.shares) :]))
+        now = [
+            old + (new / total - old) * max(done, 0) / ramp.steps if stream.weight else 0.0
+            for stream, old, new in zip(self.streams, before, weights, strict=True)
+        ]
+        least = max(now) / (MAX_WEIGHT_RATIO / 2)
+        return tuple(max(share, least) if share or weight else 0.0 for share, weight in zip(now, weights, strict=True))
 
     def own_widths(self, slots: I64) -> I64:
         """Return each pack's own length T in tokens, int64 [packs]: see ``shapes.own_widths``.
@@ -384,14 +413,23 @@ def _text(value: object) -> str:
 class RulesChange(Struct, frozen=True, kw_only=True):
     """New rules for all samples that a feed merges after its first ``position`` samples.
 
-    The change takes effect from ``step`` on, except for the samples in the window at that step. The position is -1
-    until the step is reached. ``note`` describes the change.
+    The change takes effect from ``step`` on, except for the samples in the window at that step.
+
+    Attributes:
+        step: The step.
+        position: Samples merged before; -1 in records of versions before 0.2 until the step was reached.
+        rules: The new rules.
+        note: Description of the change.
+        id: Number of the ``Scheduled`` change.
+        merged: Samples of each partition that were merged before; UNSET in older records.
     """
 
     step: int
     position: int
     rules: Rules
     note: str = ""
+    id: int | UnsetType = UNSET
+    merged: list[int] | UnsetType = UNSET
 
 
 def as_recorded(rules: Rules, recorded: Rules) -> Rules:

@@ -9,10 +9,13 @@ resumes.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from streampack.core.model.keys.stage_keys import StageBegin
+from streampack.core.model.rule_changes import Schedule, Scheduled, WholeRules
 from streampack.core.model.rules import RulesChange
 from streampack.core.model.samples import ExtraColumns
 
@@ -68,6 +71,8 @@ class FormState(ExtraColumns, frozen=True):
         pending: The samples of packs that are not in a step yet, as bytes.
         counts: Number of samples in each pending pack.
         recent: Number of items in each of the last steps, for the automatic window; UNSET for other windows.
+        reach: Items outside steps up to which samples may be admitted, while a change of the rules is to come: see
+            ``Former.may_admit``. UNSET without one.
     """
 
     next_step: int
@@ -78,11 +83,19 @@ class FormState(ExtraColumns, frozen=True):
     pending: bytes
     counts: list[int]
     recent: tuple[int, ...] | UnsetType = UNSET
+    reach: int | UnsetType = UNSET
 
     @property
     def num_samples(self) -> int:
         """Number of samples in the window and in pending packs."""
         return len(self.ages) + sum(self.counts)
+
+
+_LATER = re.compile(
+    r", (?:(?:recent|reach|followed|schedule|id|merged)=UNSET|paused=False|begin=0|(?:packs|weights)_ramp=None"
+    r"|stages=\(\))"
+)
+"""Values that earlier versions did not have; they are no part of a digest where they say nothing."""
 
 
 class Snapshot(Struct, frozen=True):
@@ -94,9 +107,11 @@ class Snapshot(Struct, frozen=True):
         form: State of FORM.
         floors: Floor of each partition.
         lineage: Number of the lineage.
-        changes: Changes to the rules.
-        applied: Number of ``changes`` that have taken effect.
+        changes: Changes of the rules that have their places.
+        applied: Number of ``changes`` that the merge follows.
         skips: Steps that every rank skips, as (first, last).
+        followed: Number of ``changes`` that FORM follows; UNSET if it is ``applied``.
+        schedule: Changes that were asked for, beside the stages of the rules; UNSET without any.
     """
 
     rules: str
@@ -107,6 +122,8 @@ class Snapshot(Struct, frozen=True):
     changes: list[RulesChange] = []
     applied: int = 0
     skips: list[tuple[int, int]] = []
+    followed: int | UnsetType = UNSET
+    schedule: Schedule | UnsetType = UNSET
 
     @property
     def step(self) -> int:
@@ -114,7 +131,27 @@ class Snapshot(Struct, frozen=True):
         return self.form.next_step
 
     @property
+    def placed(self) -> list[RulesChange]:
+        """The changes that have their places."""
+        return [change for change in self.changes if change.position >= 0]
+
+    @property
+    def asked(self) -> list[Scheduled]:
+        """The changes that were asked for and have no place; versions before 0.2 have them among ``changes``."""
+        old = [
+            Scheduled(number, WholeRules(change.rules), StageBegin(step=max(change.step, 0)), change.note)
+            for number, change in enumerate(self.changes)
+            if change.position < 0
+        ]
+        return [*old, *(self.schedule.asked if self.schedule else ())]
+
+    @property
+    def canceled(self) -> list[int]:
+        """Numbers of the changes that were canceled."""
+        return self.schedule.canceled if self.schedule else []
+
+    @property
     def digest(self) -> bytes:
         """16 bytes that identify the snapshot: a hash of all its values, the same in every process and version."""
-        values = repr(self).replace(", recent=UNSET", "")
+        values = _LATER.sub("", repr(self))
         return hashlib.blake2b(values.encode(), digest_size=16).digest()

@@ -95,12 +95,17 @@ class SendTrainer(Effect, frozen=True):
 
 
 class Answer(Effect, frozen=True):
-    """Answer a ``Change``: it takes effect at ``step`` of ``feed``, or it is rejected with the text ``refusal``."""
+    """Answer a ``Change``: it takes effect at ``step`` of ``feed``, or it is rejected with the text ``refusal``.
+
+    ``step`` is None for a change after so many tokens. ``id`` is the number by which the change can be canceled; None
+    for a change that cannot.
+    """
 
     token: int
     feed: str = ""
-    step: int = 0
+    step: int | None = 0
     refusal: str = ""
+    id: int | None = None
 
 
 class Store(Effect, frozen=True):

@@ -48,7 +48,7 @@ def do(live: Live, what: str, n: int, m: int) -> None:
     elif what in ("weights", "later"):
         answer = live.ask(Reweigh({"web": m / 10}), live.had + n if what == "later" else None)
         assert answer.refusal == "" or "removed" in answer.refusal or "has ended" in answer.refusal
-        assert answer.refusal or answer.step >= live.had
+        assert answer.refusal or (answer.step or 0) >= live.had
     elif what == "kill":
         live.start_broker()
     elif what == "back":
@@ -99,7 +99,7 @@ def test_a_change_that_a_checkpoint_brings_holds_from_its_step_on_even_if_later_
     live.go_back(state.step, state)
     live.until(lambda: live.ended is not None)
     [change] = live.changes()
-    assert change.step == max(answer.step, state.step)
+    assert change.step == max(answer.step or 0, state.step)
     expected = planned(RULES, DATA, [change])
     assert {step: chain for (_, step), chain in live.chains.items()} == dict(
         enumerate(expected[state.step :], state.step)

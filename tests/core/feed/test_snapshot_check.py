@@ -17,8 +17,9 @@ from streampack.core.feed.snapshot_check import problem
 from streampack.core.form.former import Former
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan
+from streampack.core.model.keys.stage_keys import Stage, StageBegin
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rule_changes import Restream
+from streampack.core.model.rule_changes import Restream, Reweigh, Schedule, Scheduled
 from streampack.core.model.rules import Align, Rules, RulesChange, StreamRules
 from streampack.core.model.samples import MEDIA_ROW, ROW, SampleTable
 from streampack.core.model.snapshot import Snapshot
@@ -170,7 +171,7 @@ MORE = (*STREAMS, StreamRules("d", 1.0, 1))
         (form_with(counts=[sum(GOOD.form.counts)]), ""),
         (replace(GOOD, applied=1), "got 1 applied changes of the rules"),
         (replace(GOOD, skips=[(2, 1)]), "got invalid ranges of skipped steps"),
-        (changed_to(replace(RULES, budget=128)), "a change of the rules: rules.budget: got 128, expected 64"),
+        (changed_to(replace(RULES, seed=1)), "a change of the rules: rules.seed: got 1, expected 0"),
         (changed_to(replace(RULES, streams=STREAMS[:1])), "a change of the rules: rules.streams"),
         (changed_to(replace(RULES, streams=(*STREAMS, StreamRules("a")))), "got an invalid new stream 'a'"),
         (changed_to(replace(RULES, streams=(*STREAMS, StreamRules("d", 1.0, 10**6)))), "got 1000003 partitions"),
@@ -231,6 +232,15 @@ def another(name: str, value: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3)
     if name == "floors":
         return st.lists(FLOORS, min_size=2, max_size=4)
+    if name in ("followed", "reach"):
+        return NUMBERS
+    if name == "schedule":
+        weights = st.dictionaries(st.sampled_from("abcd"), st.floats(), max_size=2)
+        stage = st.builds(Stage, at=st.builds(StageBegin, step=NUMBERS), weights=weights)
+        changes = st.builds(
+            Scheduled, NUMBERS, st.builds(Reweigh, weights) | stage, st.builds(StageBegin, step=NUMBERS)
+        )
+        return st.builds(Schedule, st.lists(changes, max_size=2), st.lists(NUMBERS, max_size=2))
     if name == "recent":
         return st.lists(NUMBERS, max_size=5).map(tuple)
     if name == "keeps":

@@ -223,10 +223,10 @@ def test_the_compiled_kernel_and_its_python_twin_agree(run: Run) -> None:
 def scan_take(order: Any, num_ordered: Any, now: Any, clock: Any, *rest: Any) -> tuple[int, int]:
     """``merge_take`` with the next stream found by a scan of all of them instead of by the heap."""
     stride, first, turn, live, paused, stops, queues, ended = rest[:8]
-    merged_samples, merged_tokens, by_sample, max_tokens, max_samples, out_handle, out_length = rest[8:]
+    merged_samples, merged_tokens, by_sample, max_tokens, max_samples, most, out_handle, out_length = rest[8:]
     waiting = queues.tail - queues.head
     taken, tokens, samples = 0, 0, 0
-    while tokens < max_tokens and samples < max_samples:
+    while tokens < max_tokens and samples < max_samples and taken < most:
         active = [s for s in range(len(clock)) if live[s] and not paused[s]]
         if not active:
             return taken, -1

@@ -4,6 +4,7 @@
 - ``planning_keys``: keys of ``rules``, and of the run.
 - ``stream_keys``: keys of a stream, and policies for its samples.
 - ``field_keys``: keys of a declared field.
+- ``stage_keys``: a stage of a run, and the rules that it may change.
 - ``keyword_arguments``: keyword arguments of ``streampack.local`` and ``streampack.connect``, some of which are keys.
 
 Keys that a run records stand in a group here. The file's struct in ``config`` and the recorded struct in ``model`` have

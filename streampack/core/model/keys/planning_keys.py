@@ -25,6 +25,7 @@ Most = Annotated[int, Meta(ge=1, lt=2**31)]
 Factor = Annotated[int, Meta(ge=0, lt=2**32)]
 WeightUnit = Literal["tokens", "samples"]
 BetweenPasses = Literal["continue", "drain"]
+Tail = Literal["pad", "drop"]
 TokenType = Literal["uint16", "int32"]
 MergeOrder = Literal["schedule", "arrival"]
 MicroBatchOrder = Literal["packer", "largest_first", "small_at_edges"]
@@ -143,15 +144,33 @@ class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     items: Annotated[Most | None, Meta(description="Most media items in a pack")] = None
 
 
-class Warmup(Struct, frozen=True, forbid_unknown_fields=True):
-    """Warmup of the budget: ``init`` tokens at step 0, growing evenly to the whole budget at step ``steps``."""
+class Align(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Multiples, in tokens, to which samples and packs are padded.
+
+    With ``cp`` context-parallel ranks (zigzag) both must be multiples of 2 * cp.
+    """
+
+    sample: Positive = 1
+    pack: Positive = 1
+
+
+class Warmup(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Even growth of the budget, or of the packs of a step, from ``init`` to its full size in ``steps`` steps."""
 
     init: Annotated[
-        Positive, Meta(description="Budget of a pack at step 0, in tokens. A longer sample gets a pack of its own")
+        Positive, Meta(description="Budget of a pack at first, in tokens. A longer sample gets a pack of its own")
     ]
     steps: Annotated[
         int, Meta(ge=1, lt=2**40, description="Number of steps in which the budget grows evenly to its full size")
     ]
+    begin: Annotated[int, Meta(ge=0, lt=2**62, description="Step at which the growth begins")] = 0
+
+    def at(self, step: int, full: int, multiple: int) -> int:
+        """Return the value at ``step``, a multiple of ``multiple``, if it grows to ``full``."""
+        done = step - self.begin
+        if done >= self.steps:
+            return full
+        return (self.init + (full - self.init) * max(done, 0) // self.steps) // multiple * multiple
 
 
 class BatchKeys(Keys, frozen=True, kw_only=True):
@@ -246,7 +265,7 @@ class PlanningKeys(Keys, frozen=True, kw_only=True):
     ] = None
     balance: Balance = Balance()
     tail: Annotated[
-        Literal["pad", "drop"],
+        Tail,
         Meta(
             description="Action if the last samples do not fill a step: fill the step with empty packs (`pad`), or "
             "leave these samples out (`drop`)"
