@@ -73,11 +73,13 @@ def slide(
 ) -> Choice:
     """Refill the window and take the packs that ``next_packs`` returns, again and again.
 
-    Stop at ``count`` packs, when no sample is left, or when the window is not ready and more samples may come.
+    Stop at ``count`` packs, when no sample is left, or when the window is not ready and more samples may come. The
+    window is not refilled after the last pack, because the next call may have a window of another size.
     """
     packs: list[list[int]] = []
     while True:
-        view.refill()
+        if len(packs) < count:
+            view.refill()
         if len(packs) >= count or not view.held or not (closed or view.is_ready()):
             return choice_of(packs, view.ages())
         for pack in next_packs(view):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,6 +127,24 @@ def test_steps_do_not_depend_on_arrivals_or_on_how_many_are_asked_for(
     assert [run.numbers(step) for step in run.steps] == [expected.numbers(step) for step in expected.steps]
     assert run.former.chain == expected.former.chain
     assert sorted(run.former.dropped.tolist()) == sorted(expected.former.dropped.tolist())
+
+
+@pytest.mark.parametrize("packer", ["exact_fill", "sliding_ffd", "buffer_first_fit", "first_fit_decreasing"])
+def test_steps_do_not_depend_on_arrivals_when_the_automatic_window_shrinks(packer: Any) -> None:
+    """The window was refilled after a step's last pack: to the size of that step, if the samples were there by then."""
+    rules = Rules(budget=20, packs=2, window="auto", in_turn=packer == "exact_fill", packer=packer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_window, "FIRST", 16)
+        patch.setattr(auto_window, "MAX_WINDOW", 32)
+        for seed in range(50, 60):
+            rng = random.Random(seed)
+            lengths = [rng.choice([rng.randint(1, 4), rng.randint(1, 20), rng.randint(8, 20)]) for _ in range(60)]
+            run = Run(rules, samples_of(lengths))
+            while run.admitted < len(lengths):
+                run.admit(rng.randint(1, 9))
+                run.form(1)
+            run.close()
+            assert run.former.chain == at_once(rules, samples_of(lengths)).former.chain
 
 
 @given(inputs())

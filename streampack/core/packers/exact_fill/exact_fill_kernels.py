@@ -97,10 +97,10 @@ def exact_fill(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     bounds, end = np.zeros(n + 1, np.int64), np.int64(0)  # a literal 0 would compile all once more
     fewest = np.int64(-1)
-    while True:
+    while now[PACKS] < count:  # no refill after the last pack: the next call may have a window of another size
         _refill(view, ages, budget, size)
         ready = now[HELD] >= size and now[TOKENS] >= 2 * budget
-        if now[PACKS] >= count or now[HELD] == 0 or not (closed or ready):
+        if now[HELD] == 0 or not (closed or ready):
             break
         last = not ready and not len(most) and (now[HELD] <= MAX_LAST or _is_crowded(now, budget))
         if last and not (in_turn and now[HELD] <= MAX_LAST):
