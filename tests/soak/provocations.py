@@ -166,7 +166,8 @@ def dead_producer(runs: Runs) -> Provoked:
     producer = runs.producer(broker, "code")
     runs.training(broker, 0.1, 0.1)
     return Provoked(
-        "dead-producer", broker, "stream", ("no producer of stream 'code' for [0-9]+ s",),
+        "dead-producer", broker, "stream",
+        ("no producer of stream 'code' for [0-9]+ s|stream 'code' .*no producer offers it",),
         alerts={"StreamSilent": "no producer of stream code"}, others=("TrainerStarved",),
         act=lambda: producer.signal(signal.SIGKILL),
     )  # fmt: skip
@@ -216,7 +217,10 @@ def bad_budget(runs: Runs) -> Provoked:
     runs.producing(broker, web=Rows([200] * 8))
     runs.training(broker, 0.2, 0.2)
     return Provoked(
-        "bad-budget", broker, rows=("end of pack (3[0-9]|[0-9]{3,})",), alerts={"WasteHigh": "Main cause: pack_tail"}
+        "bad-budget",
+        broker,
+        rows=("end of pack (3[0-9]|[0-9]{3,}|[0-9.]+[kM])",),
+        alerts={"WasteHigh": "Main cause: pack_tail"},
     )
 
 

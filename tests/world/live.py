@@ -51,7 +51,10 @@ class Live(Shell):
     def __init__(
         self, rules: Rules, data: Data, seed: int = 0, *, discards: bool = False, quota: int = 64,
         memory: int | None = None, slow_packer: bool = False, pass_samples: int | None = None,
+        longest: int | None = None,
     ) -> None:  # fmt: skip
+        self.longest = longest or rules.budget
+        """The most tokens of a sample."""
         self.pass_samples = pass_samples
         """Samples of each partition's pass; None: all of them."""
         self.slow_packer = slow_packer
@@ -91,7 +94,7 @@ class Live(Shell):
         self.epoch += 1
         plan = FeedPlan("train", self.rules, self.memory, discards=self.discards)
         core = Broker(
-            run=RUN, epoch=self.epoch, feeds=[plan], capacity=Capacity(self.quota, self.rules.budget, 1 << 20),
+            run=RUN, epoch=self.epoch, feeds=[plan], capacity=Capacity(self.quota, self.longest, 1 << 20),
             steps_ahead=3, journal=Journal(keeps=True), run_name="live",
         )  # fmt: skip
         self.start(core, RestoredHandles())

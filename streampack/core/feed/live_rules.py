@@ -30,7 +30,7 @@ from streampack.core.journal.recorder import Recorder
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.merge.schedule import AnyMerge, change_merge
-from streampack.core.model.capacity import needed_tokens
+from streampack.core.model.capacity import ahead_tokens, needed_tokens
 from streampack.core.model.keys.stage_keys import Stage, StageBegin
 from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.rule_changes import Difference, Restream, Scheduled, WholeRules, apply_change
@@ -120,19 +120,19 @@ class LiveRules:
         return bool(self._due(next_step, tokens)) or self._ramps(next_step)
 
     def _due(self, next_step: int, tokens: int) -> list[Scheduled]:
-        """Return the changes without a place that may take effect at ``next_step``.
+        """Return the changes without a place that may take effect at ``next_step``. Stages of the rules begin in order.
 
         A step that is recorded was formed before the change had its place. It must be formed again in the same way, so
         the change holds from a later step on.
         """
         if next_step < self._history.num_steps:
             return []
-        return [
-            each
-            for each in self._history.pending
-            if (each.at.step is not None and each.at.step <= next_step)
-            or (each.at.tokens is not None and each.at.tokens <= tokens)
-        ]
+        due, stages, waits = list[Scheduled](), len(self._history.rules.stages), False
+        for each in self._history.pending:
+            comes = next_step >= each.at.step if each.at.step is not None else tokens >= (each.at.tokens or 0)
+            waits = waits or (each.id < stages and not comes)
+            due += [each] if comes and not (waits and each.id < stages) else []
+        return due
 
     def _ramps(self, next_step: int) -> bool:
         """Return True if the merge must get other weights before it reads on for ``next_step``."""
@@ -213,6 +213,12 @@ class LiveRules:
         self._all([each for each in waiting.values() if each.id != number], self._streams)
         return self._recorder.record_canceled(number, note)
 
+    @property
+    def ahead_tokens(self) -> int:
+        """The most tokens outside steps while samples must not be admitted as fast as they come."""
+        every = [self._history.rules, *(change.rules for change in self._history.changes[: self.applied])]
+        return max(ahead_tokens(rules, self._max_sample_tokens) for rules in every)
+
     def know(self, streams: Sequence[StreamRules]) -> None:
         """Add new streams before the merge has them; their quotas reduce the limit of ``memory``."""
         new_streams = streams[len(self._streams) :]
@@ -277,6 +283,9 @@ class LiveRules:
         effects: list[Effect] = []
         before = [terms.cuts for terms in terms_of(self.current)]
         merge, history = self._merge.current, self._history
+        if is_ready and self._ramps(next_step):
+            change_merge(merge, self.current, next_step)
+            self._ramped = next_step + 1
         while self.applied < len(history.changes):
             change = history.changes[self.applied]
             if change.position > merge.position or (change.merged is not UNSET and change.step > next_step):
@@ -284,9 +293,6 @@ class LiveRules:
             effects += self._follow(change, next_step)
         if self.applied == len(history.changes) and not in_group:
             effects += self._apply_due(next_step, tokens, is_ready)
-        if is_ready and self._ramps(next_step):
-            change_merge(merge, self.current, next_step)
-            self._ramped = next_step + 1
         after = [terms.cuts for terms in terms_of(self.current)]
         return effects, any(old != new for old, new in zip(before, after, strict=False))
 

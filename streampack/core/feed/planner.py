@@ -46,7 +46,6 @@ class Planner:
         table: SampleTable, leases: Leases, recorder: Recorder,
     ) -> None:  # fmt: skip
         self._feed, self._rules, self._history = feed, rules, history
-        self._max_sample_tokens = max_sample_tokens
         self._memory, self._table, self._leases = memory, table, leases
         self.merge = FeedMerge(rules)
         """The feed's merge, which begins anew when the feed goes back or forward."""
@@ -79,11 +78,11 @@ class Planner:
         target = step if rules.window == "auto" else 2 * step  # new weights do not reach what is merged
         while (room := self._memory.room) > 0 and (self.former.wants_samples or self._waits_to_change):
             merge = self.merge.current
-            most = self.former.may_admit(self._most_ahead) if self.former.strict else NOWHERE
+            most, tokens = self._may_admit
             if not most:
                 break
             one_by_one = self._waits_for_group or self._rules.has_extra_bytes  # the merge knows tokens alone
-            taken = merge.take(1 if one_by_one else min(room, target), self.live.next_position, most)
+            taken = merge.take(1 if one_by_one else min(room, target, tokens), self.live.next_position, most)
             self.blocked = taken.blocked
             if not len(taken.moved):
                 if not (merge.between_passes and self.former.too_few):
@@ -137,16 +136,18 @@ class Planner:
         return effects + (self._read_again() if is_cut_anew else [])
 
     @property
-    def _most_ahead(self) -> int:
-        """Tokens outside steps that are always few enough for the memory, and enough for a step."""
-        rules = self.former.rules
-        return self._memory.needed_tokens - rules.packs * rules.budget - self._max_sample_tokens
+    def _may_admit(self) -> tuple[int, int]:
+        """How many samples and tokens may be merged now, if their number must not depend on speed."""
+        if not self.former.strict:
+            return NOWHERE, NOWHERE
+        tokens = self.live.ahead_tokens - self.former.unformed_tokens
+        return (self.former.may_admit() if tokens > 0 else 0), tokens
 
     @property
     def _is_ready(self) -> bool:
         """True if all samples are merged that a stage of the rules may wait for."""
         former, merge = self.former, self.merge.current
-        if not former.strict or merge.closed or not former.may_admit(self._most_ahead):
+        if not former.strict or merge.closed or not self._may_admit[0]:
             return True
         return self._memory.room <= 0 and self._memory.held_tokens <= self._memory.tokens_of(former.held())
 

@@ -32,7 +32,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from streampack.core.form.auto_window import FIRST, STEPS, auto_window
+from streampack.core.form.auto_window import STEPS, auto_window
 from streampack.core.form.form_kernels import describe, take_out
 from streampack.core.form.waits import Waits
 from streampack.core.model.items import item_sizes, num_whole
@@ -163,19 +163,17 @@ class Former:
         """Tokens held outside steps."""
         return self.queued_tokens + int(self._pending.tokens.sum())
 
-    def may_admit(self, most_tokens: int) -> int:
+    def may_admit(self) -> int:
         """Return how many samples may be admitted now, if what is admitted before a step must not depend on speed.
 
-        These are the window, half a step more, and the packs chosen so far; at most about ``most_tokens`` outside
-        steps. In batch mode it is the first sample after the batch. The result is 0 once they are here.
+        These are the window, half a step more, and the packs chosen so far. In batch mode it is the first sample after
+        the batch. The result is 0 once they are here.
         """
         batch = self._rules.batch
         if batch is not None:
             if batch.samples is None:
                 return NO_BOUND
             return max(batch.samples + 1 - self.queued_samples, int(self.in_group))
-        if self.unformed_tokens >= most_tokens:
-            return 0
         self._gather()
         items, lead = len(self._sizes) + self._num_items(self._pending), self._lead
         self._reach = max(self._reach, self._natural_reach)
@@ -185,9 +183,9 @@ class Former:
 
     @property
     def _lead(self) -> int:
-        """Half of the items that a step has had lately: the read-ahead behind the window."""
+        """The read-ahead behind the window: half the items of a step lately, or a quarter of the window."""
         recent = self._recent
-        return max(sum(recent) // (2 * len(recent)), 1) if recent else FIRST // 2
+        return max(sum(recent) // (2 * len(recent)) if recent else self.window // 4, 1)
 
     @property
     def _natural_reach(self) -> int:
@@ -493,8 +491,13 @@ class Former:
         return step
 
     def hold_reach(self) -> None:
-        """Let the samples admitted so far be those that ``may_admit`` allows for the next step."""
+        """Let the samples admitted so far be those that ``may_admit`` allows for the next step.
+
+        Earlier samples do not matter then, because a feed that is replayed may not have bounded them.
+        """
         self._gather()
+        if self._rules.window != "auto":
+            self._recent.clear()
         self._reach = len(self._sizes) + self._num_items(self._pending)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from streampack.core.model.rule_changes import rules_of_stages
 from streampack.core.model.rules import Rules
 from streampack.core.packers.joint import joint_bounds
 
@@ -52,12 +53,14 @@ class FeedPlan:
 
 
 def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
-    """Return the least number of merged tokens that a feed must be able to hold to complete every step.
+    """Return the least number of merged tokens that a feed must be able to hold to complete every step of every stage.
 
     The number covers a full window of the longest samples (with ``joint`` also the outliers) and one more sample. It
     also covers the step being formed and the step being served. In batch mode the lengths are unknown, and each sample
     counts one token. Tokens that samples share count once, although memory holds them for each sample.
     """
+    if rules.stages:
+        return max(needed_tokens(each, max_sample_tokens) for each in rules_of_stages(rules))
     if rules.batch is not None:
         return (rules.batch.samples or rules.batch.min_samples) + 2 * rules.budget + max_sample_tokens
     held = (rules.max_window + 2) * rules.budget
@@ -65,7 +68,14 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
         align = rules.align.sample
         units = rules.budget // align
         held = align * joint_bounds.held_tokens(units, rules.balance.group, rules.max_window, rules.forms_by_media)
-    return held + 2 * rules.packs * rules.budget + max_sample_tokens
+    return held + 2 * rules.most_packs * rules.budget + max_sample_tokens
+
+
+def ahead_tokens(rules: Rules, max_sample_tokens: int) -> int:
+    """Return the most tokens outside steps that the memory always holds; they are enough to form a step."""
+    if rules.stages:
+        return max(ahead_tokens(each, max_sample_tokens) for each in rules_of_stages(rules))
+    return needed_tokens(rules, max_sample_tokens) - rules.most_packs * rules.budget - max_sample_tokens
 
 
 SHARED = 8

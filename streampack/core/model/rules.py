@@ -304,6 +304,11 @@ class Rules(
         ramp = self.packs_ramp
         return self.packs if ramp is None else ramp.at(step, self.packs, gcd(ramp.init, self.packs))
 
+    @property
+    def most_packs(self) -> int:
+        """The most packs of a step."""
+        return self.packs if self.packs_ramp is None else max(self.packs, self.packs_ramp.init)
+
     def shares_at(self, step: int) -> tuple[float, ...]:
         """Return the weight of each stream that the merge uses at ``step``; 0 for streams that give nothing.
 
@@ -452,7 +457,8 @@ def first_difference(got: Rules, expected: Rules) -> str:
 def _with_all_keys(value: object) -> object:
     """Return ``value`` with every Struct as a dict that has all keys, also those with default values."""
     if isinstance(value, Struct):
-        return {name: _with_all_keys(getattr(value, name)) for name in value.__struct_fields__}
+        keys = ((name, getattr(value, name)) for name in value.__struct_fields__)
+        return {name: _with_all_keys(each) for name, each in keys if each is not UNSET}
     return [_with_all_keys(each) for each in value] if isinstance(value, tuple) else value
 
 

@@ -1,0 +1,136 @@
+"""Stages: a run whose rules change has the same steps whatever the speed of its processes, and whatever is killed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack.core.model.capacity import needed_tokens
+from streampack.core.model.keys.planning_keys import Warmup
+from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
+from streampack.core.model.rule_changes import Cancel, Reweigh
+from streampack.core.model.rules import Rules, StreamRules
+from tests.world.live import Live
+from tests.world.planned import Data
+from tests.world.staged import StagedPlan
+
+LONGEST = 96
+DATA: Data = {
+    "web": [[7, 3, 12, 90, 5, 16, 2, 8] * 12, [11, 4, 40, 6, 13] * 15],
+    "code": [[5, 9, 14, 3, 61] * 30],
+    "math": [[8, 2, 10] * 20, [6, 6, 15, 33] * 12],
+}
+
+
+def staged(overlong: str, packer: str, window: int | str, stages: list[Stage]) -> Rules:
+    streams = tuple(
+        StreamRules(name, weight, len(DATA[name]), overlong=overlong)  # type: ignore[arg-type]
+        for name, weight in (("web", 0.6), ("code", 0.3), ("math", 0.1))
+    )
+    packer_keys: dict[str, Any] = {"in_turn": True} if packer == "exact_fill" else {}
+    keys: dict[str, Any] = {"window": window, "packer": packer, **packer_keys}
+    return Rules(budget=32, packs=2, seed=3, streams=streams, stages=tuple(stages), **keys)
+
+
+@st.composite
+def changed(draw: st.DrawFn) -> StageRules:
+    """The rules of a stage."""
+    optional: dict[str, st.SearchStrategy[Any]] = {
+        "budget": st.sampled_from([16, 32, 48, 96]), "packs": st.integers(1, 4), "window": st.integers(1, 9),
+        "packer": st.sampled_from(["sliding_ffd", "first_fit_decreasing", "concatenative"]),
+        "max_samples_per_pack": st.integers(1, 4),
+    }  # fmt: skip
+    keys = draw(st.fixed_dictionaries({}, optional=optional))
+    if "packs" in keys and draw(st.booleans()):
+        keys["packs_ramp"] = Warmup(draw(st.integers(1, 4)), draw(st.integers(1, 5)))
+    return StageRules(**keys)
+
+
+def mixtures() -> st.SearchStrategy[dict[str, float] | None]:
+    return st.none() | st.dictionaries(st.sampled_from(list(DATA)), st.sampled_from([0.2, 0.5, 1.0]), min_size=1)
+
+
+@st.composite
+def feeds(draw: st.DrawFn) -> Rules:
+    """Rules with up to three stages."""
+    step, tokens, stages = 0, 0, list[Stage]()
+    for number in range(draw(st.integers(1, 3))):
+        step, tokens = step + draw(st.integers(0, 6)), tokens + draw(st.integers(1, 400))
+        at = StageBegin(tokens=tokens) if draw(st.booleans()) else StageBegin(step=step)
+        weights, over = draw(mixtures()), draw(st.sampled_from([0, 0, 3]))
+        stages.append(Stage(name=f"stage{number}", at=at, rules=draw(changed()), weights=weights, over=over))
+    overlong = draw(st.sampled_from(["split", "truncate", "drop"]))
+    packer = draw(st.sampled_from(["exact_fill", "sliding_ffd", "first_fit_decreasing"]))
+    windows: list[int | str] = [3, 6, "auto"]
+    return staged(overlong, packer, draw(st.sampled_from(windows)), stages)
+
+
+def live(rules: Rules, seed: int, slow_packer: bool = False) -> Live:
+    memory = needed_tokens(rules, LONGEST) + 500
+    return Live(rules, DATA, seed, quota=200, memory=memory, longest=LONGEST, slow_packer=slow_packer)
+
+
+@given(feeds(), st.integers(0, 999), st.booleans())
+def test_the_steps_of_stages_are_those_of_an_offline_plan(rules: Rules, seed: int, slow_packer: bool) -> None:
+    run = live(rules, seed, slow_packer)
+    assert run.finish() == [step.chain for step in StagedPlan(rules, DATA, LONGEST).plan()]
+    assert not run.errors
+
+
+@given(
+    feeds(),
+    st.integers(0, 999),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["stage", "weights", "cancel", "kill", "back", "read"]),
+            st.integers(0, 9),
+            changed(),
+            mixtures(),
+        )
+    ),
+)
+def test_live_changes_hold_where_they_were_recorded(
+    rules: Rules, seed: int, story: list[tuple[str, int, StageRules, dict[str, float] | None]]
+) -> None:
+    run = live(rules, seed)
+    for what, n, keys, weights in story[:6]:
+        if run.ended is not None:
+            break
+        if what == "stage":
+            run.ask(Stage(at=StageBegin(step=run.had + n), rules=keys, weights=weights, over=n % 3))
+        elif what == "weights":
+            run.ask(Reweigh({"web": n + 1}), run.had + n)
+        elif what == "cancel":
+            run.ask(Cancel(n))
+        elif what == "kill":
+            run.start_broker()
+        elif what == "back":
+            run.go_back(max(run.had - n, 0))
+        run.read(run.had + n)
+    chains = run.finish()
+    assert chains == [step.chain for step in StagedPlan(rules, DATA, LONGEST, run.changes()).plan()]
+    assert not [text for text in run.errors if "does not take effect" not in text]
+    assert len({change.id for change in run.changes()}) == len(run.changes())
+
+
+@given(feeds(), st.integers(0, 999), st.lists(st.tuples(st.sampled_from(["kill", "back", "moved"]), st.integers(0, 9))))
+def test_kills_and_going_back_around_stages_change_no_step(
+    rules: Rules, seed: int, story: list[tuple[str, int]]
+) -> None:
+    run = live(rules, seed)
+    for what, n in story[:4]:
+        run.read(run.had + n)
+        if what == "kill":
+            run.start_broker()
+        elif what == "back":
+            run.go_back(max(run.had - n, run.begins))
+        elif run.ended is None:
+            state = run.state(run.had)
+            run.start_broker(lost=True)
+            run.begins = run.had
+            run.go_back(run.had, state)
+            run.until(lambda: run.is_attached)
+    assert run.finish() == [step.chain for step in StagedPlan(rules, DATA, LONGEST).plan()]
+    assert not run.errors
