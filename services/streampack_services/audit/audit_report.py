@@ -307,12 +307,16 @@ def show_compared(report: Tree) -> None:
         report["steps"], report["ends"], strict=True)]  # fmt: skip
     _print_facts(console, [("first run", steps[0]), ("second run", steps[1])])
     console.print()
+    both = f"{counted(report['compared'], 'step')} that both runs have, up to step {report['last']:,}"
     if report["equal"]:
-        text = f": {counted(report['compared'], 'step')} that both runs have, up to step {report['last']:,}"
-        console.print(Text.assemble(("equal", "bold green"), text))
+        console.print(Text.assemble(("equal", "bold green"), f": {both}"))
         return
     console.print(Text.assemble(("different", "bold red"), f" from step {report['step']:,} on"))
-    _print_facts(console, [("digest", " and ".join(digest[:SHORT] for digest in report["digests"]))])
+    if report["digests"] is None:
+        _print_facts(console, [("samples", f"the same in all {both}")])
+    else:
+        digests = " and ".join(digest[:SHORT] for digest in report["digests"])
+        _print_facts(console, [("digest", f"{digests}, of step {report['last']:,}")])
     for sentence in report["why"]:
         console.print(f"- {sentence}")
 

@@ -1,7 +1,8 @@
 """``streampack ledger compare``: find the first step in which two runs differ, and say why.
 
 The runs are compared step by step, in the lineages that count: a step's digest covers its samples, their order and
-their checksums. A step that only one of the runs skips differs, too, because the updates after it do.
+their checksums. A step that only one of the runs skips differs, too, because the updates after it do. The comparison
+goes on after such a step, since the samples of all steps may still be the same.
 
 The reasons are the facts that decide steps: the rules, the data of each stream, skips, and the order in which pushed
 samples came.
@@ -10,6 +11,7 @@ samples came.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from streampack.core.model.rules import Rules
@@ -29,32 +31,36 @@ MOST = 5
 def compare(one: Ledger, other: Ledger, feed: str | None) -> Tree:
     """Compare two runs; return a tree for JSON, whose ``equal`` is True if all steps that both have are the same.
 
-    ``step`` is the first step that differs, None if none does; ``why`` lists the reasons as sentences. ``feed``: name
-    of the feed in both runs, None for the first one. Raises UserError if the runs have no step in common.
+    ``step`` is the first step that differs, None if none does; ``why`` lists the reasons as sentences. ``digests`` are
+    those of step ``last``, the first with other samples; None if the runs differ by skips alone. ``feed``: name of the
+    feed in both runs, None for the first one. Raises UserError if the runs have no step in common.
     """
     ledgers = one, other
     feeds = feed_of(one, feed), feed_of(other, feed)
     for ledger in ledgers:
         raise_if_damaged(ledger, "steps", "records")
-    compared, last = 0, list[int]()
-    result: Tree = {
-        "runs": [ledger.state.run for ledger in ledgers], "feed": feeds[0].name, "equal": True, "step": None,
-        "digests": None, "why": [],
-    }  # fmt: skip
+    compared, last, differing, digests, reasons = 0, -1, list[int](), None, list[str]()
+    skips: tuple[list[int], list[int]] = [], []  # steps that only this run skips
     for ours, theirs in _pairs(ledgers, feeds):
-        compared += 1
-        last = [ours.step]
-        skipped = [of.is_skipped(ours.step) for of in feeds]
-        if ours.digest != theirs.digest or skipped[0] != skipped[1]:
-            digests = [ours.digest.hex(), theirs.digest.hex()]
-            why = _reasons(ledgers, feeds, (ours, theirs), skipped)
-            result |= {"equal": False, "step": ours.step, "digests": digests, "why": why}
+        compared, last = compared + 1, ours.step
+        skipped = [of.is_skipped(last) for of in feeds]
+        if skipped[0] != skipped[1]:
+            skips[skipped[1]].append(last)
+            differing.append(last)
+        if ours.digest != theirs.digest:
+            digests, reasons = [ours.digest.hex(), theirs.digest.hex()], _reasons(ledgers, feeds, (ours, theirs))
+            differing.append(last)
             break
     if not compared:
         raise UserError(f"The runs have no step of feed {feeds[0].name!r} in common. Pass the state_dirs of two runs.")
     ends = [of.end.num_steps if of.end is not None else None for of in feeds]
     steps = [ledger.last_before(of.name, 1 << 62) + 1 for ledger, of in zip(ledgers, feeds, strict=True)]
-    return result | {"compared": compared, "last": last[0], "steps": steps, "ends": ends}
+    why = [*_skips(feeds[0], "first", skips[0]), *_skips(feeds[1], "second", skips[1]), *reasons]
+    return {
+        "runs": [ledger.state.run for ledger in ledgers], "feed": feeds[0].name, "equal": not differing,
+        "step": differing[0] if differing else None, "digests": digests, "why": why, "compared": compared, "last": last,
+        "steps": steps, "ends": ends,
+    }  # fmt: skip
 
 
 def _pairs(ledgers: Ledgers, feeds: Feeds) -> Iterator[tuple[StepRows, StepRows]]:
@@ -74,19 +80,21 @@ def _counting(ledger: Ledger, feed: FeedHistory) -> Iterator[StepRows]:
     return (step for step in ledger.steps(feed.name) if feed.effective(step.step) == step.lineage)
 
 
-def _reasons(
-    ledgers: Ledgers, feeds: Feeds, steps: tuple[StepRows, StepRows], skipped: list[bool]
-) -> list[str]:  # fmt: skip
-    """Return the reasons for which a step differs, as sentences."""
-    number, reasons = steps[0].step, list[str]()
-    if skipped[0] != skipped[1]:
-        which = "first" if skipped[0] else "second"
-        notes = feeds[not skipped[0]].skip_notes(number)
-        reasons.append(f"Only the {which} run skips step {number}{''.join(f' ({note})' for note in notes)}.")
-    if steps[0].digest == steps[1].digest:
-        return reasons
+def _skips(feed: FeedHistory, which: str, steps: list[int]) -> list[str]:
+    """Describe the steps that only one run skips: a sentence for consecutive steps with the same notes."""
+    sentences = []
+    for (_, notes), group in groupby(enumerate(steps), lambda each: (each[1] - each[0], feed.skip_notes(each[1]))):
+        first, *others = (step for _, step in group)
+        span = f"steps {first} to {others[-1]}" if others else f"step {first}"
+        sentences.append(f"Only the {which} run skips {span}{''.join(f' ({note})' for note in notes)}.")
+    return sentences
+
+
+def _reasons(ledgers: Ledgers, feeds: Feeds, steps: tuple[StepRows, StepRows]) -> list[str]:
+    """Return the reasons for which a step has other samples, as sentences."""
+    number = steps[0].step
     rules: list[Rules] = [of.rules_at(number, step.lsn) for of, step in zip(feeds, steps, strict=True)]
-    reasons += [f"The rules differ: {line}." for line in differences(*rules)]
+    reasons = [f"The rules differ: {line}." for line in differences(*rules)]
     for stream in feeds[0].streams.keys() & feeds[1].streams.keys():
         ours, theirs = (ledger.history.sources.get(stream, []) for ledger in ledgers)
         if ours and theirs and set(ours) != set(theirs):

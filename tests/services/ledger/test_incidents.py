@@ -67,12 +67,30 @@ def test_a_changed_sample_is_named_with_the_stream_whose_data_differs() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_skip_of_one_run_makes_its_first_step_differ(first: bool) -> None:
-    skipping = [*records_of(), StepsSkipped(feed=FEED, first=2, last=4, note="spike")]
+def test_runs_that_differ_by_skips_alone_are_said_to_have_the_same_samples_in_all_steps(first: bool) -> None:
+    skips = StepsSkipped(feed=FEED, first=2, last=4, note="spike"), StepsSkipped(feed=FEED, first=6, last=6, note="")
+    skipping = [*records_of(), *skips]
     runs = (skipping, records_of()) if first else (records_of(), skipping)
     result = compared(*runs)
-    assert (result["equal"], result["step"]) == (False, 2)
-    assert result["why"] == [f"Only the {'first' if first else 'second'} run skips step 2 (spike)."]
+    assert (result["equal"], result["step"], result["digests"]) == (False, 2, None)
+    assert result["compared"] == result["last"] + 1 == result["steps"][0]
+    which = "first" if first else "second"
+    assert result["why"] == [f"Only the {which} run skips steps 2 to 4 (spike).", f"Only the {which} run skips step 6."]
+
+
+def test_a_skip_does_not_hide_a_later_step_with_other_samples() -> None:
+    records = records_of()
+    step = step_of(records, 5)
+    rows = rows_in(step).copy()
+    rows["crc"][0] ^= 1
+    other = resealed([
+        with_rows(step, rows, np.frombuffer(step.counts_u32, "<u4")) if record is step else record for record in records
+    ])  # fmt: skip
+    result = compared([*records, StepsSkipped(feed=FEED, first=2, last=2, note="")], other)
+    assert (result["equal"], result["step"], result["last"]) == (False, 2, 5)
+    assert result["digests"][0] != result["digests"][1]
+    assert result["why"][0] == "Only the first run skips step 2."
+    assert result["why"][1].startswith("Samples have other tokens or fields: ")
 
 
 def test_the_note_of_a_skip_is_shown_at_each_of_its_steps() -> None:
