@@ -6,6 +6,7 @@ again, checks labels, positions and boundaries, and takes the checksum of each s
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ def run_rank(
     pipe to rank 0.
     """
     os.environ[ENVIRONMENT] = relay
+    if mesh.dp_rank or mesh.cp_rank or mesh.tp_rank:
+        logging.getLogger("streampack.kernels").setLevel(logging.ERROR)  # the first rank says it for all
     report = RankReport(tp_rank=mesh.tp_rank)
     try:
         with connect(endpoint, mesh=mesh, format="numpy", key_file=key_file) as loader:
