@@ -63,7 +63,7 @@ def show_status(status: BrokerStatus) -> None:
         _print(console, media_lines(feed, status.held_media_bytes or 0, console.width))
         streams = view.streams_of(feed)
         for columns, note in (
-            (MIXTURE_COLUMNS, "recent: in the last 100 steps; trained: in steps that every rank has returned"),
+            (MIXTURE_COLUMNS, "recent: last 100 steps; trained: steps that all ranks returned"),
             (STREAM_COLUMNS, "lag: tokens (samples) that producers have not sent yet"),
         ):
             _print(console, stream_lines(streams, columns, note, console.width))

@@ -91,7 +91,7 @@ def page(view: BrokerView, options: PageOptions, width: int, height: int | None 
     late = _Block(lambda lines: late_lines(streams, narrow, lines), 3)
     media = _Block(lambda _: media_lines(feed, view.status.held_media_bytes or 0, wide), 6)
     shares = _Block(lambda _: _shares(feed, narrow), 0, extra=True)
-    events = _Block(lambda lines: _events(view, narrow, lines), 3)
+    events = _Block(lambda lines: _events(view, narrow, lines), 2)
     if width >= WIDE:
         left, right = [facts, media, chart, ranks], [streamed, late, shares, events]
         body = _beside(_stacked(left, room), _stacked(right, room), wide)
@@ -232,7 +232,7 @@ def _storage(view: BrokerView) -> Text:
     limit, log = view.status.memory.arena_bytes, view.status.log
     used = view.memory_bytes / max(limit, 1)
     memory = f"{size_text(view.memory_bytes)} of {size_text(limit)}"
-    line = row(bar(used, BAR, "red" if used > FULL else "cyan"), memory)
+    line = row(bar(used, BAR // 2, "red" if used > FULL else "cyan"), memory)
     if log is None:
         return line
     free = log.free_bytes
@@ -304,7 +304,7 @@ def stream_lines(
     """
     every = len(streams)
     if room is not None and every + 2 > room:
-        streams = sorted(streams, key=lambda stream: not stream.is_silent)[: max(room - 3, 1)]
+        streams = sorted(streams, key=lambda stream: not stream.is_silent)[: max(room - 2, 1)]
         note = f"{every - len(streams)} more, {note}"
     columns = [*columns, *(place.figure.name for place in shown_in(StreamStatus))]
     rows = [[stream.status.stream, *(_cell(stream, name) for name in columns)] for stream in streams]

@@ -147,7 +147,7 @@ class FeedView:
         moved, length = self.status.displacement, self.status.mean_length
         if moved is None or length is None:
             return "-"
-        steps = f"p50 {moved.p50}, p99 {counted(moved.p99, 'step')}, {-moved.early} to {moved.late:+}"
+        steps = f"p50 {moved.p50}, p99 {counted(moved.p99, 'step')}, {moved.early} early, {moved.late} late"
         return f"{steps}; mean length {count_text(length.recent)}, {count_text(length.total)} in all"
 
     @property

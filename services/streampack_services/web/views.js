@@ -11,7 +11,7 @@ export const CHARTS = {
   padding: { kind: "stack", series: series(PADDING.map(([, label]) => label)), unit: fewPercent, yLabel: "% of delivered tokens", empty: "No step is formed yet." },
   waits: { kind: "stack", series: series(WAITS), unit: fewPercent, yLabel: "% of all ranks' time", empty: "No rank is attached yet." },
   lengths: { kind: "bars", series: series(["samples", "tokens"]), unit: fewPercent, xLabel: "tokens per sample (lower bound of each bar)", yLabel: "% of samples or tokens", empty: "No sample is packed yet." },
-  fills: { kind: "bars", series: series(["packs"]), unit: fewPercent, xLabel: "real tokens, as % of the budget (upper bound of each bar)", yLabel: "% of packs", empty: "No pack is formed yet." },
+  fills: { kind: "bars", series: series(["packs"]), unit: fewPercent, xLabel: "% of the budget (upper bound of each bar)", yLabel: "% of packs", empty: "No pack is formed yet." },
 };
 
 export function drawCharts(charts, window, feed) {

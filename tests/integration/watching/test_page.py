@@ -66,6 +66,12 @@ def fetched(url: str) -> Any:
         return json.load(answer)
 
 
+def top_of(page: Page, name: str) -> float:
+    """The place of an element from the top of the page, in pixels."""
+    found: float = page.value(f"document.getElementById({json.dumps(name)}).getBoundingClientRect().top")
+    return found
+
+
 def tile(page: Page, key: str) -> str:
     return page.text(f"[data-figure={key}] dd")
 
@@ -271,9 +277,7 @@ def test_samples_that_wait_for_late_fields_are_shown_where_there_are_such_fields
         assert page.value(script.replace("TEXT", "(cell) => cell.textContent")) == [
             [rows[0].stream, "1,234", "1 min 15 s", "advantages, reward", "5"], ["more", "0", "none waits", "", "0"],
         ]  # fmt: skip
-        tops = "['title-streams', 'title-room'].map((id) => document.getElementById(id).getBoundingClientRect().top)"
-        streams, room = page.value(tops)
-        assert streams == room, "the room beside them begins at the same height"
+        assert top_of(page, "title-late") == top_of(page, "title-room"), "the room is beside them"
         check_layout(page)
     finally:
         four.held = now
@@ -321,11 +325,8 @@ def test_media_are_shown_where_a_run_has_some(page: Page, four: Watched) -> None
             ]  # fmt: skip
             assert page.text("#media-dropped") == "5 items dropped by trainers: 4 missing, 1 wrong bytes"
             assert "3 MiB held" in page.text("#room")
-            place = (
-                "['title-streams', 'title-room'].map((id) => document.getElementById(id).getBoundingClientRect().top)"
-            )
-            streams_top, room_top = page.value(place)
-            assert streams_top == room_top, "the room beside them begins at the same height"
+            first = "title-media" if streams == now.streams else "title-late"
+            assert top_of(page, first) == top_of(page, "title-room"), "the room is beside them"
             check_layout(page)
         finally:
             four.held = now

@@ -195,6 +195,18 @@ def test_a_page_fits_every_terminal(
     assert lines[0].plain.startswith("sft-8b")
 
 
+def test_three_streams_four_ranks_and_an_event_fit_a_terminal_of_24_lines(snapshot: Tree) -> None:
+    row = snapshot["streams"][0] | {"last_seen_s": 1.0, "ended_partitions": 0}
+    streams = [row | {"stream": name} for name in ("web", "code", "books")]
+    view = view_of(many(snapshot, 4) | {"streams": streams}, events=[EVENT | {"seq": n} for n in range(1, 4)])
+    shown = page(view, PageOptions(keys=True), 80, 24)
+    begins = [line.plain.split()[0] for line in shown if line.plain]
+    for first in ("web", "code", "books", "dp=0", "events", "q"):
+        assert first in begins
+    assert sum(first.startswith("dp=") for first in begins) == 4
+    assert begins[-2].count(":") == 2, "the event with its time"
+
+
 def test_top_shows_the_silent_streams_where_there_are_more_than_lines(snapshot: Tree) -> None:
     row = snapshot["streams"][0] | {"last_seen_s": 1.0, "ended_partitions": 0}
     rows = [row | {"stream": f"s{n}"} for n in range(1000)]
