@@ -158,6 +158,9 @@ class Feed:
         planner = self.planner
         while not planner.ended and not self.steps.draining and not self.failed:
             effects += planner.fill()
+            if planner.overlong:
+                effects += self._fail("overlong", planner.overlong)
+                break
             if planner.forming is not None or self._is_ahead:
                 break
             if request := planner.request():

@@ -33,7 +33,14 @@ from streampack.core.merge.schedule import AnyMerge, change_merge
 from streampack.core.model.capacity import ahead_tokens, needed_tokens
 from streampack.core.model.keys.stage_keys import Stage, StageBegin
 from streampack.core.model.lease_terms import terms_of
-from streampack.core.model.rule_changes import Difference, Restream, Scheduled, WholeRules, apply_change
+from streampack.core.model.rule_changes import (
+    Difference,
+    Restream,
+    Scheduled,
+    WholeRules,
+    apply_change,
+    rules_of_stages,
+)
 from streampack.core.model.rules import Rules, RulesChange, StreamRules
 from streampack.core.protocol.effects import Release
 from streampack.core.protocol.events import Effect, Report
@@ -253,9 +260,16 @@ class LiveRules:
         self._set_terms(rules)
         return self._merge.restart(rules, next_step - 1)
 
+    @property
+    def _later(self) -> int:
+        """The largest budget of the stages of the rules, while one of them is to come; 0 then."""
+        rules = self._history.rules
+        waits = any(each.id < len(rules.stages) for each in self._history.pending)
+        return max(each.budget for each in rules_of_stages(rules)) if waits else 0
+
     def _set_terms(self, rules: Rules) -> None:
         """Let new samples meet the terms of ``rules``, and remember by which limits earlier ones were cut."""
-        terms = terms_of(rules)
+        terms = terms_of(rules, self._later)
         self._admission.change_terms(terms)
         self._leases.partitions.change_terms(self._feed, terms)
         intakes = self._leases.partitions.intakes

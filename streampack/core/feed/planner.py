@@ -24,6 +24,7 @@ from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.merge.schedule import AnyMerge
 from streampack.core.model.lease_terms import terms_of
+from streampack.core.model.rule_changes import rules_of_stages
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Floor, Snapshot
@@ -49,7 +50,10 @@ class Planner:
         self._memory, self._table, self._leases = memory, table, leases
         self.merge = FeedMerge(rules)
         """The feed's merge, which begins anew when the feed goes back or forward."""
-        self.admission = Admission(terms_of(rules), rules.tokens, rules.fields, max_sample_tokens, table, self.merge)
+        later = max(each.budget for each in rules_of_stages(rules)) if rules.stages else 0
+        self.admission = Admission(
+            terms_of(rules, later), rules.tokens, rules.fields, max_sample_tokens, table, self.merge
+        )
         leases.open(feed, rules, self.admission, self.merge, history)
         self.live = LiveRules(
             feed, rules, history, self.admission, self.merge, memory, leases, recorder, max_sample_tokens
@@ -63,6 +67,8 @@ class Planner:
         """The request for which the packer chooses packs now."""
         self.ended = False
         """True if every sample is in a step, or was dropped, and none will come."""
+        self.overlong = ""
+        """Error text of a sample that is too long for its stage, with ``overlong: error``."""
         self.blocked: int | None = None
         """The feed's own number of the partition whose next sample the merge waits for."""
         self._since_snapshot = 0
@@ -84,6 +90,8 @@ class Planner:
             one_by_one = self._waits_for_group or self._rules.has_extra_bytes  # the merge knows tokens alone
             taken = merge.take(1 if one_by_one else min(room, target, tokens), self.live.next_position, most)
             self.blocked = taken.blocked
+            if self.former.strict and int(taken.lengths.max(initial=0)) > self.live.current.budget:
+                self._note_overlong(taken.handles, taken.lengths)
             if not len(taken.moved):
                 if not (merge.between_passes and self.former.too_few):
                     break
@@ -107,6 +115,17 @@ class Planner:
             self.former.closed = closed
             effects += self._change_rules()
         return effects
+
+    def _note_overlong(self, handles: I64, lengths: I64) -> None:
+        """Note that one of the samples that were merged is longer than the budget of its stage."""
+        budget, table = self.live.current.budget, self._table
+        first = handles[np.flatnonzero(lengths > budget)[0]]
+        stream = self._rules.streams[int(table.stream[first])].name
+        self.overlong = (
+            f"sample {stream}:{int(table.index[first])}: got {int(table.length[first])} tokens before the stage whose "
+            f"budget holds them begins, expected at most {budget} tokens (`rules.budget`). Set `overlong` in `rules` "
+            f"or in the stream to truncate, split or drop"
+        )
 
     @property
     def waiting_lengths(self) -> LengthCounts:
@@ -300,7 +319,7 @@ class Planner:
         handles = np.concatenate([self._drop_waiting(), self.former.held()])
         self.merge.restart(self.live.current, awaits_state=True)
         self.former, self.displacements = Former(self.former.rules, self._table), Displacements(self._table)
-        self.forming, self.ended, self.blocked = None, False, None
+        self.forming, self.ended, self.blocked, self.overlong = None, False, None, ""
         self._since_snapshot = 0
         return handles
 

@@ -190,7 +190,7 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
             f"{int(chunk.media.patches[first])} patches, expected at most {_limits_text(terms.limits)} "
             f"(`rules.limits`). Set `overlong: drop`, or raise the limits."
         )
-    if chunk.longest <= terms.limit:
+    if chunk.longest <= max(terms.limit, terms.later):
         return None
     at = int(np.argmax(chunk.lengths > terms.limit))
     index = index_of(message.base_seq + at, message.partition, terms.partitions)

@@ -96,7 +96,7 @@ def apply_overlong(lengths: I64, limit: int, policy: str) -> Pieces:
     Args:
         lengths: int64 [n], tokens of each sample.
         limit: Tokens that a piece may have.
-        policy: ``drop``, ``truncate`` or ``split``.
+        policy: ``drop``, ``truncate`` or ``split``; with ``error``, samples stay whole.
     """
     count = len(lengths)
     source = np.arange(count, dtype=np.int64)
@@ -111,6 +111,8 @@ def apply_overlong(lengths: I64, limit: int, policy: str) -> Pieces:
         part = np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         offset = part * limit
         return Pieces(source, offset, np.minimum(lengths[source] - offset, limit), part, touched, 0)
+    if policy == "error":  # its turn comes in a stage with a larger budget, or the feed fails
+        return Pieces(source, zeros, lengths, zeros, 0, 0)
     kept = np.where(over, limit if policy == "truncate" else 0, lengths)
     return Pieces(source, zeros, kept, zeros, touched, int((lengths - kept).sum()))
 

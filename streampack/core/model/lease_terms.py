@@ -27,6 +27,8 @@ class StreamTerms(StreamRules, frozen=True, kw_only=True):
         media_fields: Fields of axis item and patch; empty if samples have no media.
         media_factors: Factors of the cost of media: see ``Balance.media_factors``.
         limits: MediaLimits of packs for media.
+        later: The largest budget of the stages that are to come; 0 without any. With ``overlong: error``, samples up to
+            this length are admitted, because their stage may have begun when their turn comes.
     """
 
     limit: int
@@ -40,6 +42,7 @@ class StreamTerms(StreamRules, frozen=True, kw_only=True):
     media_fields: tuple[Field, ...] = ()
     media_factors: tuple[int, int, int] = (0, 0, 0)
     limits: MediaLimits = NO_LIMITS
+    later: int = 0
 
     @property
     def cuts(self) -> tuple[object, ...]:
@@ -55,15 +58,15 @@ class StreamTerms(StreamRules, frozen=True, kw_only=True):
         return tokens <= self.limit and (self.most is None or int((lengths > 0).sum()) <= self.most)
 
 
-def terms_of(rules: Rules) -> list[StreamTerms]:
-    """Return the terms of every stream, in the order of the rules."""
+def terms_of(rules: Rules, later: int = 0) -> list[StreamTerms]:
+    """Return the terms of every stream, in the order of the rules; ``later``: see ``StreamTerms``."""
     return [
         StreamTerms(
             **structs.asdict(stream), limit=rules.budget, barriers=rules.between_passes == "drain",
             align=rules.align.sample, most=rules.max_samples_per_pack, batches=rules.batch is not None,
             padded=rules.padded, share=rules.share, late=bool(rules.late_fields) and stream.pushed,
             media_fields=rules.media_fields, media_factors=rules.balance.media_factors,
-            limits=rules.limits or NO_LIMITS,
+            limits=rules.limits or NO_LIMITS, later=later,
         )
         for stream in rules.streams
     ]  # fmt: skip

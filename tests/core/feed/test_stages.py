@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streampack.core.feed.live_rules import LiveRules
+from streampack.core.feed.planner import Planner
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
@@ -72,6 +76,7 @@ def live(rules: Rules, seed: int, slow_packer: bool = False) -> Live:
     return Live(rules, DATA, seed, quota=200, memory=memory, longest=LONGEST, slow_packer=slow_packer)
 
 
+@settings(max_examples=25)
 @given(feeds(), st.integers(0, 999), st.booleans())
 def test_the_steps_of_stages_are_those_of_an_offline_plan(rules: Rules, seed: int, slow_packer: bool) -> None:
     run = live(rules, seed, slow_packer)
@@ -79,6 +84,7 @@ def test_the_steps_of_stages_are_those_of_an_offline_plan(rules: Rules, seed: in
     assert not run.errors
 
 
+@settings(max_examples=25)
 @given(
     feeds(),
     st.integers(0, 999),
@@ -115,6 +121,7 @@ def test_live_changes_hold_where_they_were_recorded(
     assert len({change.id for change in run.changes()}) == len(run.changes())
 
 
+@settings(max_examples=25)
 @given(feeds(), st.integers(0, 999), st.lists(st.tuples(st.sampled_from(["kill", "back", "moved"]), st.integers(0, 9))))
 def test_kills_and_going_back_around_stages_change_no_step(
     rules: Rules, seed: int, story: list[tuple[str, int]]
@@ -134,3 +141,61 @@ def test_kills_and_going_back_around_stages_change_no_step(
             run.until(lambda: run.is_attached)
     assert run.finish() == [step.chain for step in StagedPlan(rules, DATA, LONGEST).plan()]
     assert not run.errors
+
+
+def growing(first: int) -> tuple[Rules, Data]:
+    """A run whose budget grows at step 3, over samples of which one of ``first`` tokens comes early."""
+    stages = (Stage(name="long", at=StageBegin(step=3), rules=StageRules(budget=96)),)
+    streams = (StreamRules("web", 1.0, 2), StreamRules("code", 1.0, 1))
+    rules = Rules(budget=32, packs=2, window=4, in_turn=True, streams=streams, stages=stages)
+    return rules, {"web": [[first, *[9, 20, 4] * 12, 90, 40], [8, 30] * 9], "code": [[7] * 30 + [64, 96]]}
+
+
+def test_samples_that_only_a_later_stage_can_hold_wait_for_it() -> None:
+    rules, data = growing(12)
+    for seed in range(5):
+        run = Live(rules, data, seed, quota=600, memory=needed_tokens(rules, LONGEST) + 500, longest=LONGEST)
+        assert run.finish() == [step.chain for step in StagedPlan(rules, data, LONGEST).plan()]
+        assert not run.errors
+
+
+def test_a_sample_whose_turn_comes_before_its_stage_ends_the_feed_by_name() -> None:
+    rules, data = growing(40)
+    run = Live(rules, data, 1, quota=600, memory=needed_tokens(rules, LONGEST) + 500, longest=LONGEST)
+    with pytest.raises(AssertionError, match="overlong: sample web:0: got 40 tokens before the stage whose budget"):
+        run.finish()
+
+
+def is_planned(seed: int) -> bool:
+    """Return whether a run with one stage has the steps of the offline plan."""
+    rng = random.Random(seed)
+    keys: dict[str, Any] = {"budget": rng.choice([16, 48, 96]), "packer": rng.choice(["exact_fill", "sliding_ffd"])}
+    stage = Stage(name="next", at=StageBegin(step=rng.randint(1, 6)), rules=StageRules(**keys))
+    rules = staged("split", "first_fit_decreasing", 6, [stage])
+    expected = [step.chain for step in StagedPlan(rules, DATA, LONGEST).plan()]
+    run = live(rules, seed)
+    run.until(lambda: run.ended is not None or run.had > 30, turns=3000)
+    return all(chain == expected[step] for (_, step), chain in run.chains.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "mutant"),
+    [
+        (LiveRules, "is_strict", lambda self, next_step: False),
+        (Planner, "_read_again", lambda self: []),
+    ],
+    ids=["the merge reads on", "pieces are cut when samples come"],
+)
+def test_without_a_rule_of_stages_steps_are_others(
+    kind: type, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = {seed: is_planned(seed) for seed in range(3)}
+    assert all(plans.values())
+    monkeypatch.setattr(kind, name, mutant)
+    for seed in range(30):
+        try:
+            if not is_planned(seed):
+                return
+        except AssertionError:
+            return
+    pytest.fail("30 runs have the same steps without the rule")

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.form import auto_window
+from streampack.core.form.former import Former
 from streampack.core.model.keys.planning_keys import Balance, Warmup
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64, ROW, SampleTable
@@ -165,6 +166,37 @@ def test_every_sample_is_in_one_pack_and_no_pack_is_over_its_budget(case: tuple[
     else:
         assert all(len(pack.handles) for step in run.steps for pack in step.packs)
     assert run.former.queued_tokens == 0
+
+
+@given(inputs(), st.integers(1, 3), st.data())
+def test_packs_of_other_rules_are_taken_apart_and_their_samples_come_first(
+    case: tuple[Rules, list[Sample]], steps: int, data: st.DataObject
+) -> None:
+    rules, samples = case
+    run = Run(rules, samples)
+    run.admit(len(samples))
+    while len(run.steps) < steps and (request := run.former.request()) is not None:
+        run.steps += run.former.apply(request.choose())
+    if run.former.begun or not run.former.held().size:
+        return
+    state = run.former.state()
+    packer = data.draw(st.sampled_from(["exact_fill", "concatenative", "first_fit_decreasing"]))
+    units = data.draw(st.integers(40, 60))
+    other = Rules(budget=units * rules.align.sample, packs=data.draw(st.integers(1, 4)), window=3, packer=packer)
+    assert run.former.fits(other)
+    run.former.change(other)
+    run.close()
+    table = SampleTable(8)
+    rows = np.frombuffer(state.pending + state.window, ROW)
+    fresh = Former(other, table)
+    handles = table.enter(rows)
+    fresh.admit(handles, table.length[handles].astype(np.int64))
+    fresh.next_step, fresh.chain, fresh.closed = state.next_step, state.chain, True
+    expected: list[PlannedStep] = []
+    while (request := fresh.request()) is not None:
+        expected += fresh.apply(request.choose())
+    expected += fresh.cut()
+    assert [step.digest for step in run.steps[-len(expected) :]] == [step.digest for step in expected]
 
 
 @given(inputs())
