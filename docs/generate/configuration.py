@@ -23,6 +23,10 @@ FEW_NEED = {
 """Keys by their paths."""
 
 
+_AS_ABOVE = {"streams.NAME.tokenizer.", "feeds.NAME.stages.NAME."}
+"""Structs whose keys are those of another struct in the table."""
+
+
 def tables() -> str:
     """Return the tables, a section for each file."""
     definitions = json_schema()["$defs"]
@@ -50,14 +54,15 @@ def _rows(definitions: Tree, kind: Tree, path: str = "") -> Iterator[tuple[str, 
         below = [each["$ref"].rpartition("/")[2] for each in choices if "$ref" in each]
         named = [each["additionalProperties"]["$ref"].rpartition("/")[2] for each in choices
                  if "$ref" in (each.get("additionalProperties") or {})]  # fmt: skip
+        named += [each["items"]["$ref"].rpartition("/")[2] for each in choices if "$ref" in (each.get("items") or {})]
         nested += [(definitions[each], f"{path}{name}.") for each in below]
         nested += [(definitions[each], f"{path}{name}.NAME.") for each in named]
         values = ", ".join(filter(None, map(_values, choices)))
         if values and not named:
-            default = "" if schema.get("default") in (None, (), {}) else f"`{_yaml(schema['default'])}`"
+            default = "" if schema.get("default") in (None, (), {}, "") else f"`{_yaml(schema['default'])}`"
             yield path + name, f"| `{path}{name}` | {values} | {default} | {schema['description']} |"
     for each, below_path in nested:
-        if below_path != "streams.NAME.tokenizer.":  # has the keys of tokenizer
+        if below_path not in _AS_ABOVE:
             yield from _rows(definitions, each, below_path)
 
 

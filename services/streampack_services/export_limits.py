@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.config.service_settings import Retain
 from streampack.config.typed_yaml import parse_size
+from streampack.core.model.capacity import step_tokens
 from streampack_services.broker.memory_peak import peak
 from streampack_services.broker.memory_plan import plan
 
@@ -37,7 +38,7 @@ def limit_gib(config: BrokerConfig) -> int:
 def largest_step(config: BrokerConfig) -> int:
     """Return the most bytes of a step's tokens; 0 if each batch has a size of its own."""
     rules = [feed.rules for feed in plan(config).feeds if feed.rules.batch is None]
-    return max((each.packs * each.budget * each.token_bytes for each in rules), default=0)
+    return max((step_tokens(each) * each.token_bytes for each in rules), default=0)
 
 
 def numbers(broker: BrokerConfig | None, producer: ProducerConfig | None, *, in_trainers_pod: bool) -> dict[str, str]:

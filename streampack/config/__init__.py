@@ -5,6 +5,7 @@
 - ``daemon_settings``: the struct of each file, and the rules of a feed that follow from it.
 - ``service_settings``: addresses, log, limits and standby of the broker.
 - ``rules_settings``: the key ``rules``, and the mesh that a run is planned for.
+- ``stage_settings``: stages, whose rules and mixture differ from those before.
 - ``stream_settings``: streams, feeds and fields.
 - ``config_validation``: checks that need more than one key: contradictions, and bounds that are computed.
 - ``alignment``: the multiples that samples and packs are padded to, for a mesh and a precision.

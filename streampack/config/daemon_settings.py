@@ -7,7 +7,7 @@ type are errors in ``typed_yaml``, and values that contradict each other in ``co
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,8 +15,9 @@ from msgspec import Meta
 from streampack.config.alignment import Precision, derived_align
 from streampack.config.rules_settings import STEP_KINDS, PlannedMesh, RulesSettings, StepSettings, WindowSettings
 from streampack.config.service_settings import Limits, Listen, Retain, StandbySettings
+from streampack.config.stage_settings import MeshTerms, StageSettings, with_stages
 from streampack.config.stream_settings import FeedSettings, FieldSettings, StreamSettings
-from streampack.config.typed_yaml import explained
+from streampack.config.typed_yaml import explained, overlaid
 from streampack.core.model.bounded import Name
 from streampack.core.model.keys.key_groups import Keys, values_of
 from streampack.core.model.keys.planning_keys import PlanningKeys, RunKeys
@@ -102,6 +103,13 @@ class BrokerConfig(
     feeds: Annotated[dict[Name, FeedSettings], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: {"train": FeedSettings()}
     )
+    stages: Annotated[
+        tuple[StageSettings, ...],
+        Meta(
+            description="Stages of the run, in order: parts with other rules or another mixture, each from a step on, "
+            "or after a number of tokens. Default: one set of rules for the whole run"
+        ),
+    ] = ()
     limits: Limits = Limits()
     steps_ahead: Annotated[
         int,
@@ -160,7 +168,7 @@ class BrokerConfig(
             keys["window"] = window if window == "auto" else window.samples
             if batch is None:
                 keys["in_turn"] = settings.in_turn and "in_turn" in parameters_of(settings.packer)
-            return Rules(
+            rules = Rules(
                 **keys, align=align, packs=settings.step.packs or Rules().packs, batch=batch,
                 max_policy_lag=settings.staleness.max_policy_lag, paces=settings.staleness.on_exceed == "wait",
                 late_timeout_s=late_s, fields=fields, media_fields=media_fields, streams=streams,
@@ -168,6 +176,24 @@ class BrokerConfig(
         except ValueError as error:
             where = f"feeds.{feed}.rules" if self.feeds[feed].rules else "rules"
             raise ConfigError(f"{where}: {error}") from None
+        stages = self.stages_of(feed)
+        return with_stages(rules, stages, self.mesh_terms(feed), self._stages_path(feed)) if stages else rules
+
+    def stages_of(self, feed: str) -> tuple[StageSettings, ...]:
+        """Return the settings of a feed's stages: its own, or else the run's."""
+        own = self.feeds[feed].stages
+        return self.stages if own is None else own
+
+    def _stages_path(self, feed: str) -> str:
+        """Return the path of a feed's stages in the file."""
+        return "stages" if self.feeds[feed].stages is None else f"feeds.{feed}.stages"
+
+    def mesh_terms(self, feed: str) -> MeshTerms:
+        """Return the settings from which the alignment and the groups of a feed's stages follow."""
+        settings = self.rules_of(feed)
+        return MeshTerms(
+            self.planned_mesh, self.feeds[feed].cp_layout, self.precision, settings.align, settings.balance.group
+        )
 
     def rules_of(self, feed: str) -> RulesSettings:
         """Return the run's rules with a feed's own values in place of the run's."""
@@ -177,17 +203,11 @@ class BrokerConfig(
         tree = msgspec.to_builtins(self.rules)
         if isinstance(over.get("step"), dict) and any(kind in over["step"] for kind in STEP_KINDS):
             tree["step"] |= {kind: getattr(StepSettings(), kind) for kind in STEP_KINDS}
-        tree = _laid_over(tree, over)
+        tree = overlaid(tree, over)
         try:
             return msgspec.convert(tree, RulesSettings)
         except (msgspec.ValidationError, ValueError) as error:
             raise ConfigError(explained(error, RulesSettings, tree, f"feeds.{feed}.rules")) from None
-
-
-def _laid_over(tree: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
-    """Return ``tree`` with the values of ``overlay`` in place of its own, key by key at every level."""
-    both = {key for key, value in overlay.items() if isinstance(value, dict) and isinstance(tree.get(key), dict)}
-    return tree | overlay | {key: _laid_over(tree[key], overlay[key]) for key in both}
 
 
 class ProducerStream(SourceSettings, frozen=True, kw_only=True):

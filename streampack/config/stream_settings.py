@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from streampack.config.stage_settings import StageSettings
 from streampack.core.model.fields import GROUP, LABELS, LOSS_MASK, POLICY_VERSION, POSITION_IDS, Field
 from streampack.core.model.keys.field_keys import DType, FieldKeys
 from streampack.core.model.keys.key_groups import Keys, values_of
@@ -86,6 +87,10 @@ class FeedSettings(Keys, frozen=True, kw_only=True):
         dict[str, Any],
         Meta(description="Values of `rules` keys that apply only to this feed. Other keys keep the run's values"),
     ] = msgspec.field(default_factory=dict)
+    stages: Annotated[
+        tuple[StageSettings, ...] | None,
+        Meta(description="Stages of this feed, in place of the run's `stages`"),
+    ] = None
 
 
 class FieldSettings(FieldKeys, frozen=True, kw_only=True):

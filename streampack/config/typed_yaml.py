@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from decimal import Decimal
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -22,9 +23,13 @@ from streampack.errors import ConfigError
 T = TypeVar("T")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
+_AMOUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_AMOUNT = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+]?[0-9]{1,2})?)\s*([kKMGBT]?)\s*$")
+_MAX_AMOUNT = 1 << 62
 _MAX_BYTES = 1 << 62
 _HOME = re.compile(r"(^|(?:^|,)(?:file|ipc)://)(~[^/,]*)(?=/)")
 _TAB = re.compile(r" *\t")
+_INDEX = re.compile(r"\[(\d+)\]")
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
@@ -131,11 +136,13 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
     """
     text = str(error)
     at = _AT.search(text)
-    path, what = (at[1], text[: at.start()]) if at else ("", text)
+    path, what = (_INDEX.sub(r".\1", at[1]), text[: at.start()]) if at else ("", text)
     if unknown := _UNKNOWN.fullmatch(what):
-        known = [field.encode_name for field in _fields(_type_at(kind, path, mapping=True))]
+        struct = _type_at(kind, path, mapping=True)
+        known = [field.encode_name for field in _fields(struct)]
         near = difflib.get_close_matches(unknown[1], known, 1)
-        meant = f". Did you mean '{near[0]}'?" if near else ""
+        hint = getattr(struct, "hints", {}).get(unknown[1]) or (near and f"Did you mean '{near[0]}'?")
+        meant = f". {hint}" if hint else ""
         what = f"got the unknown key '{unknown[1]}', expected one of: {', '.join(known)}{meant}"
     elif missing := _MISSING.fullmatch(what):
         what = f"got no key '{missing[1]}', which is required. Add the key"
@@ -151,7 +158,7 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
             what += f". Write `{to_write}`"
     else:
         what = what[:1].lower() + what[1:]
-    place = ".".join(filter(None, (within, path and _with_entry_name(path, kind, tree))))
+    place = ".".join(filter(None, (within, path and _with_list_names(_with_entry_name(path, kind, tree), tree))))
     return f"{place}: {what}" if place else what
 
 
@@ -203,8 +210,22 @@ def _value_at(tree: Any, path: str) -> Any:
     A name that contains a dot is split, too, so its value is not known.
     """
     for name in filter(None, path.split(".")):
+        if isinstance(tree, list | tuple):
+            tree = dict(zip(map(str, range(len(tree))), tree, strict=True))
         tree = tree.get(name, _UNKNOWN_VALUE) if isinstance(tree, dict) else _UNKNOWN_VALUE
     return tree
+
+
+def _with_list_names(path: str, tree: Any) -> str:
+    """Replace indices of lists in a path by the names of the entries, as in ``stages.long.rules``; else by ``[1]``."""
+    shown = ""
+    for name in path.split("."):
+        is_list = isinstance(tree, list | tuple)
+        tree = _value_at(tree, name)
+        named = tree.get("name") if is_list and isinstance(tree, dict) else None
+        dot = "." if shown and (not is_list or isinstance(named, str)) else ""
+        shown += dot + (named if isinstance(named, str) else f"[{name}]" if is_list else name)
+    return shown
 
 
 def _with_entry_name(path: str, kind: Any, tree: Any) -> str:
@@ -230,6 +251,8 @@ def _type_at(kind: Any, path: str, mapping: bool = False) -> Any:
     for left, step in zip(reversed(range(len(steps))), steps, strict=True):
         if step == "[]":
             kind = get_args(kind)[-1]
+        elif get_origin(kind) is tuple:
+            kind = get_args(kind)[0]
         else:
             kind = next(field.type for field in _fields(kind) if field.encode_name == step)
         while get_origin(kind) in (Annotated, Union, UnionType):
@@ -259,3 +282,24 @@ def parse_size(value: str | int, path: str) -> int:
     if size > _MAX_BYTES:
         raise ConfigError(f"{path}: got {str(value)[:40]}, expected at most {_MAX_BYTES} bytes")
     return int(size)
+
+
+def parse_amount(value: str | float, path: str) -> int:
+    """Convert a number, or an amount such as ``500M``, to a whole number. Raises ConfigError naming ``path``.
+
+    >>> parse_amount("2.8T", "tokens")
+    2800000000000
+    """
+    match = _AMOUNT.match(str(value)) if not isinstance(value, bool) else None
+    amount = Decimal(match[1]) * _AMOUNTS[match[2]] if match else Decimal(-1)
+    if amount != int(amount) or not 0 <= amount < _MAX_AMOUNT:
+        raise ConfigError(
+            f"{path}: got {str(value)[:40]!r}, expected a whole number, or text such as 500M, 20B or 2.8T"
+        )
+    return int(amount)
+
+
+def overlaid(tree: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    """Return ``tree`` with the values of ``overlay`` in place of its own, key by key at every level."""
+    both = {key for key, value in overlay.items() if isinstance(value, dict) and isinstance(tree.get(key), dict)}
+    return tree | overlay | {key: overlaid(tree[key], overlay[key]) for key in both}

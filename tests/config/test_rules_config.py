@@ -22,6 +22,7 @@ from streampack.core.layout.shards import LAYOUTS
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.fields import Field
 from streampack.core.model.keys.planning_keys import Balance, MediaLimits, Warmup
+from streampack.core.model.keys.stage_keys import Stage, StageBegin, WeightsRamp
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Batch, Rules, StreamRules, as_recorded
 from streampack.core.model.shapes import Sizes
@@ -66,7 +67,7 @@ def test_every_rule_changes_the_digest() -> None:
     A, B = StreamRules("a"), StreamRules("b")
     of_a: list[dict[str, Any]] = [
         {"weight": 2.0}, {"partitions": 1}, {"passes": 2}, {"passes": None}, {"overlong": "drop"}, {"poison": "drop"},
-        {"no_loss_tokens": "drop"},
+        {"no_loss_tokens": "drop"}, {"paused": True},
         {"on_exhaust": "stop"}, {"pushed": True},
     ]  # fmt: skip
     changes: list[dict[str, Any]] = [
@@ -91,6 +92,8 @@ def test_every_rule_changes_the_digest() -> None:
         {"media_fields": (PIXELS,), "limits": MediaLimits(items=4)},
         {"media_fields": (PIXELS,), "balance": Balance(patches=(1, 2))},
         {"media_fields": (PIXELS,), "balance": Balance(items=1)},
+        {"packs_ramp": Warmup(8, 9)}, {"weights_ramp": WeightsRamp(0, 9, (1.0,))},
+        *[{"stages": (Stage(name=name, at=StageBegin(step)),)} for name, step in (("a", 0), ("a", 1), ("b", 0))],
         *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
         *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],
     ]  # fmt: skip

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.core.intake.intake import MAX_UNMERGED, ROW_BYTES
-from streampack.core.model.capacity import FeedPlan
+from streampack.core.model.capacity import FeedPlan, step_tokens
+from streampack.core.model.rule_changes import rules_of_stages
 from streampack.transport.slots import FEW_SLOTS, SLOT_BYTES
 from streampack_services.broker.memory_plan import Plan
 
@@ -76,8 +77,10 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
     arriving = plan.arriving * plan.chunk_bytes
     if config.listen.producers.startswith("ipc://"):
         arriving += FEW_SLOTS * min(SLOT_BYTES, plan.chunk_bytes)  # the broker maps each producer's shared memory
+    meshes = [stage.planned_mesh for feed in config.feeds for stage in config.stages_of(feed)]
+    tps = [mesh.tp for mesh in (config.planned_mesh, *meshes) if mesh is not None]
     steps = zip(plan.feeds, merged, strict=True)
-    leaving = sum((PREFETCH + 1) * min(_step_tokens(feed), held) for feed, held in steps) * config.planned_mesh.tp
+    leaving = sum((PREFETCH + 1) * min(_step_tokens(feed), held) for feed, held in steps) * max(tps)
     waits = [feed.rules for feed in plan.feeds if feed.rules.late_fields or feed.rules.paces]
     staged = quota * sum(stream.partitions for rules in waits for stream in rules.streams if stream.pushed)
     samples = live // (mean_tokens or MEAN_TOKENS)
@@ -98,10 +101,10 @@ def _merged_tokens(config: BrokerConfig, feed: FeedPlan, mean_tokens: int | None
     if mean_tokens is None or feed.rules.batch is not None:
         return feed.merged_tokens
     step = _step_tokens(feed)
-    window = max(feed.rules.max_window * mean_tokens, 2 * step)
+    window = max(max(each.max_window for each in rules_of_stages(feed.rules)) * mean_tokens, 2 * step)
     return min(feed.merged_tokens, config.steps_ahead * step + window + 2 * step)
 
 
 def _step_tokens(feed: FeedPlan) -> int:
     """Return the tokens of a step; for batches of unknown size, the tokens that the feed may hold."""
-    return feed.rules.packs * feed.rules.budget if feed.rules.batch is None else feed.merged_tokens
+    return step_tokens(feed.rules) if feed.rules.batch is None else feed.merged_tokens

@@ -20,7 +20,15 @@ from msgspec.structs import replace
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import parse_size
 from streampack.core.deal.step_cache import PART_BYTES
-from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens, wanted_tokens
+from streampack.core.model.capacity import (
+    Capacity,
+    FeedPlan,
+    largest_budget,
+    needed_tokens,
+    step_tokens,
+    wanted_tokens,
+)
+from streampack.core.model.rule_changes import rules_of_stages
 from streampack.core.model.rules import Rules
 from streampack.core.model.rules import as_recorded as rules_as_recorded
 from streampack.errors import ConfigError
@@ -97,7 +105,7 @@ class _Needs(NamedTuple):
         return int((live * SLACK + 4 * self.block) * self.token_bytes)
 
     def __str__(self) -> str:
-        windows = " and ".join(_held(rules) for rules in self.feeds.values())
+        windows = " and ".join(_held(rules, self.sample) for rules in self.feeds.values())
         return f"{-(-self.num_bytes // 2**20)}MiB for {windows}, and {self.partitions} partitions"
 
 
@@ -105,7 +113,7 @@ def _needs(config: BrokerConfig) -> _Needs:
     """Return the least memory that the rules need."""
     feeds = {name: config.plan(name) for name in config.feeds}
     size = next(iter(feeds.values())).token_bytes
-    budget = max(rules.budget for rules in feeds.values())
+    budget = max(map(largest_budget, feeds.values()))
     least = min(parse_size(config.limits.chunk, "limits.chunk"), LEAST_CHUNK_BYTES)
     sample = max(
         config.limits.sample_tokens, budget + 1
@@ -174,7 +182,7 @@ def plan(config: BrokerConfig) -> Plan:
         raise ConfigError(f"memory: got {config.memory}, but the rules need at least {wanted}")
     quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
     spare, wants = capacity - quota * partitions - needed, {n: wanted_tokens(r, sample) for n, r in feeds.items()}
-    part = max(PART_BYTES, size * max(rules.budget for rules in feeds.values()))
+    part = max(PART_BYTES, size * max(map(largest_budget, feeds.values())))
     leaving = max(memory // LEAVING, LEAST_LEAVING * part) // len(feeds)
     plans = tuple(
         FeedPlan(
@@ -214,16 +222,20 @@ def as_recorded(plan: Plan, recorded: Mapping[str, Rules]) -> Plan:
     return dataclasses.replace(plan, feeds=tuple(feeds))
 
 
-def _held(rules: Rules) -> str:
-    """Describe for a person the samples and packs that a feed must hold at once."""
+def _held(rules: Rules, sample: int) -> str:
+    """Describe for a person the samples and packs that a feed must hold at once, in the stage that needs the most."""
+    every = rules_of_stages(rules)
+    largest = max(range(len(every)), key=lambda number: needed_tokens(every[number], sample))
+    stage = f" in stage {rules.stages[largest - 1].name!r}" if largest else ""
+    rules = every[largest]
     if rules.batch is None:
         outliers = " (plus outliers that joint balance keeps)" if rules.balance.kind == "joint" else ""
         return (
-            f"a window of {rules.max_window} samples{outliers} with {rules.packs} packs of {rules.budget} tokens in "
-            f"each step"
+            f"a window of {rules.max_window} samples{outliers} with {step_tokens(rules) // rules.budget} packs of "
+            f"{rules.budget} tokens in each step{stage}"
         )
     size = f" of {rules.batch.samples} samples" if rules.batch.samples else ""
-    return f"batches{size} with 2 packs of {rules.budget} tokens"
+    return f"batches{size} with 2 packs of {rules.budget} tokens{stage}"
 
 
 def keep_freed_memory() -> None:

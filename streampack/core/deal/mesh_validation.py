@@ -25,10 +25,11 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str, variable_lengths: bool =
 
 def _packs_refusal(mesh: Mesh, rules: Rules) -> str:
     """Return an error text if the data-parallel ranks cannot share the packs of a step; empty if they can."""
-    if rules.batch is None and rules.packs % mesh.dp:
-        divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
+    packs = rules.packs_unit
+    if rules.batch is None and packs % mesh.dp:
+        divisors = ", ".join(str(d) for d in range(1, min(packs, 512) + 1) if packs % d == 0)
         return (
-            f"got dp={mesh.dp}, expected a divisor of the {rules.packs} packs of a step "
+            f"got dp={mesh.dp}, expected a divisor of the {packs} packs of a step "
             f"({divisors}). Change the mesh or `rules.step.packs`"
         )
     return ""

@@ -30,7 +30,7 @@ from streampack.core.journal.recorder import Recorder
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.merge.schedule import AnyMerge, change_merge
-from streampack.core.model.capacity import ahead_tokens, needed_tokens
+from streampack.core.model.capacity import ahead_tokens, largest_budget, needed_tokens
 from streampack.core.model.keys.stage_keys import Stage, StageBegin
 from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.rule_changes import (
@@ -39,7 +39,6 @@ from streampack.core.model.rule_changes import (
     Scheduled,
     WholeRules,
     apply_change,
-    rules_of_stages,
 )
 from streampack.core.model.rules import Rules, RulesChange, StreamRules
 from streampack.core.protocol.effects import Release
@@ -265,7 +264,7 @@ class LiveRules:
         """The largest budget of the stages of the rules, while one of them is to come; 0 then."""
         rules = self._history.rules
         waits = any(each.id < len(rules.stages) for each in self._history.pending)
-        return max(each.budget for each in rules_of_stages(rules)) if waits else 0
+        return largest_budget(rules) if waits else 0
 
     def _set_terms(self, rules: Rules) -> None:
         """Let new samples meet the terms of ``rules``, and remember by which limits earlier ones were cut."""

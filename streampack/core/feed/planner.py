@@ -23,8 +23,8 @@ from streampack.core.merge.arrival import Arrival
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.merge.schedule import AnyMerge
+from streampack.core.model.capacity import largest_budget
 from streampack.core.model.lease_terms import terms_of
-from streampack.core.model.rule_changes import rules_of_stages
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Floor, Snapshot
@@ -50,7 +50,7 @@ class Planner:
         self._memory, self._table, self._leases = memory, table, leases
         self.merge = FeedMerge(rules)
         """The feed's merge, which begins anew when the feed goes back or forward."""
-        later = max(each.budget for each in rules_of_stages(rules)) if rules.stages else 0
+        later = largest_budget(rules) if rules.stages else 0
         self.admission = Admission(
             terms_of(rules, later), rules.tokens, rules.fields, max_sample_tokens, table, self.merge
         )

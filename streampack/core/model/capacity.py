@@ -57,7 +57,8 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
 
     The number covers a full window of the longest samples (with ``joint`` also the outliers) and one more sample. It
     also covers the step being formed and the step being served. In batch mode the lengths are unknown, and each sample
-    counts one token. Tokens that samples share count once, although memory holds them for each sample.
+    counts one token. Tokens that samples share count once, although memory holds them for each sample. With stages,
+    the largest stage counts.
     """
     if rules.stages:
         return max(needed_tokens(each, max_sample_tokens) for each in rules_of_stages(rules))
@@ -78,6 +79,16 @@ def ahead_tokens(rules: Rules, max_sample_tokens: int) -> int:
     return needed_tokens(rules, max_sample_tokens) - rules.most_packs * rules.budget - max_sample_tokens
 
 
+def step_tokens(rules: Rules) -> int:
+    """Return the most tokens of a step that is a number of packs, in any of the stages."""
+    return max(each.most_packs * each.budget for each in rules_of_stages(rules))
+
+
+def largest_budget(rules: Rules) -> int:
+    """Return the largest budget of all stages."""
+    return max(each.budget for each in rules_of_stages(rules))
+
+
 SHARED = 8
 """Tokens of memory for one token of packs whose samples share tokens, if there is memory to spare."""
 
@@ -90,4 +101,4 @@ def wanted_tokens(rules: Rules, max_sample_tokens: int) -> int:
     needed = needed_tokens(rules, max_sample_tokens) * (1 if rules.share is None else SHARED)
     if rules.batch is None or rules.batch.samples is None:
         return needed
-    return max(3 * rules.batch.samples * rules.budget, needed)
+    return max(3 * rules.batch.samples * largest_budget(rules), needed)

@@ -267,10 +267,10 @@ class Rules(
                 f"got `balance.kind: joint` with `packer: {self.packer}`, expected `packer: exact_fill`, because "
                 f"joint uses the method of exact_fill"
             )
-        if self.balance.group is None or self.packs % self.balance.group:
+        if self.balance.group is None or self.packs_unit % self.balance.group:
             raise ValueError(
                 f"got `balance.group: {self.balance.group}` with {self.packs} packs per step, expected a divisor of "
-                f"{self.packs}. The default of `balance.group` is planned_mesh.dp"
+                f"{self.packs_unit}. The default of `balance.group` is planned_mesh.dp"
             )
 
     def new_packer(self) -> Packer:
@@ -301,8 +301,12 @@ class Rules(
 
     def packs_at(self, step: int) -> int:
         """Return the number of packs of ``step``, which grows with ``packs_ramp``."""
-        ramp = self.packs_ramp
-        return self.packs if ramp is None else ramp.at(step, self.packs, gcd(ramp.init, self.packs))
+        return self.packs if self.packs_ramp is None else self.packs_ramp.at(step, self.packs, self.packs_unit)
+
+    @property
+    def packs_unit(self) -> int:
+        """The packs of every step are a multiple of this number."""
+        return self.packs if self.packs_ramp is None else gcd(self.packs_ramp.init, self.packs)
 
     @property
     def most_packs(self) -> int:
