@@ -22,6 +22,8 @@ def page() -> str:
 def _commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
     for below in group.commands.values():
         if hasattr(below, "commands"):
+            if below.invoke_without_command:
+                yield f"{name} {below.name}", below
             yield from _commands(below, f"{name} {below.name}")
         elif not below.hidden:
             yield f"{name} {below.name}", below

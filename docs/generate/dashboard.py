@@ -253,6 +253,8 @@ ROWS = (
                                     "oldest now": "window_oldest_steps"},
               "Steps that samples waited in the window."),
         Panel("Displacement", "displacement_steps"),
+        Panel("Budget", "budget_tokens"),
+        Panel("Packs in a step", "step_packs"),
         Panel("Mean length", "mean_sample_tokens"),
         Panel("Held", {"": "held_tokens", "limit": "held_limit_tokens"},
               "Tokens merged and not yet returned by all ranks, and the limit."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import io
 import json
 import os
@@ -226,6 +227,19 @@ def producing_here(endpoint: str, sources: Mapping[str, Source | BatchSource]) -
         loop.stop()
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+
+
+def post(url: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+    """Post JSON, or bytes, to a broker over HTTP; return the answer."""
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+    try:
+        headers = {"Content-Type": "application/json"} | headers
+        connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ The core decides; this package performs. Its files:
 - ``status``: the types of the broker's snapshot: every field with its unit.
 - ``reporter``, ``steps_left``: take the snapshot twice a second.
 - ``ranks``: a folder: the part of the snapshot about ranks.
+- ``changes``: a folder: changes of the rules that people ask for, and the part of the snapshot about changes.
 - ``causes``: a folder: the cause that delays training, as all views show it, and log lines about long waits.
 - ``report_limit``: limits the log lines that peers can cause.
 

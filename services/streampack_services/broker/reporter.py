@@ -28,6 +28,7 @@ from streampack_services.broker.arena import Arena
 from streampack_services.broker.causes.feed_waits import FeedWaits, waiting_for
 from streampack_services.broker.causes.headline import HeadlineFacts, headline_of
 from streampack_services.broker.causes.waiting_for import WaitingFor
+from streampack_services.broker.changes.change_report import changes_status
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_plan import Plan
 from streampack_services.broker.ranks.rank_status import NodeStatus, RankPage, RanksStatus
@@ -292,6 +293,7 @@ class Reporter:
             ),
             held_limit_tokens=feed.plan.merged_tokens,
             rules=self._rules[feed.name],
+            changes=changes_status(feed),
             media=None if formed.media is None else MediaStatus(**formed.media.counts(), dropped=_dropped_media(feed)),
         )
 

@@ -8,12 +8,11 @@ formed. HTTP and metrics read ``snapshot``, which is replaced whole.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.stage_settings import StageSettings
 from streampack.core.broker import Broker
 from streampack.core.deal import deal_kernels
 from streampack.core.form import former as form
@@ -31,11 +31,10 @@ from streampack.core.journal.log_effects import Append, Cut, Recall
 from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS
 from streampack.core.merge import schedule
-from streampack.core.model.rule_changes import Ask
+from streampack.core.model.keys.stage_keys import Stage
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.effects import (
     Answer,
-    Change,
     Drain,
     Form,
     Formed,
@@ -52,6 +51,8 @@ from streampack.errors import ConfigError, InternalError, UserError
 from streampack.transport.sockets import Poller
 from streampack.transport.waker import Waker
 from streampack_services.broker.arena import Arena
+from streampack_services.broker.changes.asked_changes import Asked, AskedChanges
+from streampack_services.broker.changes.live_stage import live_stage
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_plan import FreedMemory, Plan, as_recorded, check_machine, plan
 from streampack_services.broker.reporter import Counters, Reporter
@@ -198,7 +199,7 @@ class BrokerService:
             SendTrainer: self._sender.send_to_trainer,
             SendProducer: self._sender.send_to_producer,
             Form: self._form,
-            Answer: self._changes.answer,
+            Answer: self._answer,
             Report: self._reports.report,
         }
         if (keeper := self.keeper) is not None:
@@ -229,7 +230,7 @@ class BrokerService:
         self._stopping.ask()
         self._waker.wake()
 
-    def ask(self, feed: str, ask: Ask, at_step: int | None, note: str) -> Future[Answer]:
+    def ask(self, feed: str, ask: Asked, at_step: int | None, note: str) -> Future[Answer]:
         """Ask the core to change a feed while it runs. Safe in any thread.
 
         Args:
@@ -242,6 +243,16 @@ class BrokerService:
             The core's answer. It is canceled if the broker ends before.
         """
         return self._changes.ask(feed, ask, at_step, note)
+
+    def _answer(self, answer: Answer) -> None:
+        """Answer a person who asked for a change; ``snapshot`` has the change by then."""
+        if not answer.refusal:
+            self._publish(self._reporter.take(time.monotonic()))
+        self._changes.answer(answer)
+
+    def _complete(self, feed: str, settings: StageSettings) -> Stage:
+        """Return the stage that a person asks for. Raises ValueError if it is not possible."""
+        return live_stage(self.config, self.core.feeds, feed, settings)
 
     def warm_up(self) -> None:
         """Compile or load the kernels, so that the first step is as fast as the others."""
@@ -314,7 +325,7 @@ class BrokerService:
             self.over = self._shipping.over
         self._handle_all(self._sockets.withdrawals(now))
         self._reports.tell_cuts(now)
-        self._handle_all(self._changes.take())
+        self._handle_all(self._changes.take(self._complete))
         if self._stopping.is_asked:
             self.counters.ready, self.counters.stopping = False, True
             if self._stopping.begins_to_drain(now):
@@ -387,41 +398,6 @@ class BrokerService:
         """Run the packer in its thread, which wakes this one when the packs are chosen."""
         self._forming.append(future := self._packer.submit(_form_step, effect))
         future.add_done_callback(lambda _: self._waker.wake())
-
-
-class AskedChanges:
-    """Changes that people ask for over HTTP, and the core's answers; ``wake`` is called for each change."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._tokens = itertools.count()
-        self._asked: deque[Change] = deque()
-        self._futures: dict[int, Future[Answer]] = {}
-        """Futures of the changes without an answer, by token."""
-
-    def ask(self, feed: str, ask: Ask, at_step: int | None, note: str) -> Future[Answer]:
-        """Do the work of ``BrokerService.ask``; safe in any thread."""
-        change = Change(next(self._tokens), feed, ask, at_step, note)
-        future = self._futures[change.token] = Future()
-        self._asked.append(change)
-        self._wake()
-        return future
-
-    def take(self) -> Iterator[Change]:
-        """Yield the changes that were asked for since the last call."""
-        while self._asked:
-            yield self._asked.popleft()
-
-    def answer(self, answer: Answer) -> None:
-        """Give an answer of the core to the thread that waits for it."""
-        future = self._futures.pop(answer.token)
-        if future.set_running_or_notify_cancel():  # false if the caller has given up
-            future.set_result(answer)
-
-    def close(self) -> None:
-        """Cancel the changes without an answer."""
-        for future in list(self._futures.values()):
-            future.cancel()
 
 
 def warm_up(plan: Plan) -> None:

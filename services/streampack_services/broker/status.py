@@ -19,6 +19,7 @@ from streampack.core.model.rules import Rules
 from streampack_services.amounts import counted
 from streampack_services.broker.causes.headline import Headline
 from streampack_services.broker.causes.waiting_for import WaitingFor
+from streampack_services.broker.changes.change_status import ChangesStatus
 from streampack_services.broker.ranks.rank_status import RanksStatus, RankStatus
 from streampack_services.figure import Series, counter, gauge, histogram
 
@@ -379,6 +380,8 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     held_limit_tokens: Annotated[int, gauge("held_limit_tokens", "Limit of tokens that the feed holds.")]
     rules: FeedRules
     """The rules that the feed began with."""
+    changes: ChangesStatus
+    """The rules in force, the changes that wait, and the last that took effect."""
     media: MediaStatus | None = None
     """Media in the packs formed; None for a feed without fields of axis item or patch."""
 

@@ -6,7 +6,8 @@
 - ``cli_daemons``: ``broker``, ``produce``, ``relay``, ``run``: start the processes of a run.
 - ``cli_check``: ``check`` a configuration, ``demo``: try the service.
 - ``cli_watch``: ``status``, ``top``, ``health``: look at a running broker.
-- ``cli_control``: ``set``, ``skip``: change a running broker.
+- ``cli_control``: ``set weights``, ``set streams``, ``skip``: change the mixture or the steps of a running broker.
+- ``cli_stages``: ``set``: change the rules of a running broker, list and cancel changes.
 - ``cli_plan``: ``plan`` before a run, ``report`` after it.
 - ``cli_audit``: ``why``, ``replay``, ``ledger``: show what happened in a run.
 - ``cli_export``: ``export``: write the files for a cluster.

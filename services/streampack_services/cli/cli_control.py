@@ -1,4 +1,4 @@
-"""The commands that change a running broker: ``set weights``, ``set streams`` and ``skip``."""
+"""The commands that change the mixture or the steps of a running broker: ``set weights``, ``set streams``, ``skip``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from streampack.errors import UserError
-from streampack_services.cli.cli_options import ADVANCED, AsJson, Command, Timeout
+from streampack_services.cli.cli_options import ADVANCED, AsJson, Timeout
 
 Endpoint = Annotated[
     str | None,
@@ -42,27 +42,14 @@ Note = Annotated[
 AtStep = Annotated[
     int | None,
     typer.Option("--at-step", metavar="N", min=0,
-                 help="First step of the change, after all earlier changes. Default: the first step that is not "
-                      "formed yet."),
+                 help="First step of the change. Default: the first step that is not formed yet."),
 ]  # fmt: skip
 MANY_STEPS = 1000
 """Ask the user before a skip of more steps than this: a typing error could skip the rest of the run."""
 FAR_AHEAD = 100_000
 """Ask the user before a change at a step that is more steps ahead than this."""
-settings = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
-@settings.callback()
-def _set() -> None:
-    """Change the weights or streams of a running broker.
-
-    \b
-    Example:
-        streampack set weights code=0.3 web=0.7
-    """
-
-
-@settings.command(cls=Command)
 def weights(
     shares: Annotated[
         list[str], typer.Argument(metavar="STREAM=WEIGHT...", help="New weights. Other streams keep their weights.")
@@ -86,11 +73,10 @@ def weights(
         streampack set weights code=0.3 web=0.7 --at-step 5000
     """
     body = {"weights": dict(_share(share) for share in shares), "at_step": at_step}
-    answer = _post_change("/control/weights", body, feed, note, _Target(endpoint, config, yes, timeout))
-    _print_answer(answer, f"{' '.join(shares)} from step {answer['step']} on", as_json)
+    answer = post_change("/control/weights", body, feed, note, Target(endpoint, config, yes, timeout))
+    print_answer(answer, f"{' '.join(shares)} from step {answer['step']} on", as_json)
 
 
-@settings.command(cls=Command)
 def streams(
     add: Annotated[
         list[str] | None,
@@ -124,9 +110,9 @@ def streams(
     if not added and not removed:
         raise UserError("Got neither --add nor --remove. Pass at least one of these options.")
     body = {"add": added, "remove": removed, "at_step": at_step}
-    answer = _post_change("/control/streams", body, feed, note, _Target(endpoint, config, yes, timeout))
+    answer = post_change("/control/streams", body, feed, note, Target(endpoint, config, yes, timeout))
     changes = " ".join([*(f"+{name}" for name in added), *(f"-{name}" for name in removed)])
-    _print_answer(answer, f"{changes} from step {answer['step']} on", as_json)
+    print_answer(answer, f"{changes} from step {answer['step']} on", as_json)
 
 
 def skip(
@@ -153,8 +139,8 @@ def skip(
     first, _, last = steps.partition("-")
     count = int(last) - int(first) + 1 if first.isdecimal() and last.isdecimal() else 1
     doubt = f"{count} steps ({first} to {last}) would be skipped permanently" if count > MANY_STEPS else ""
-    answer = _post_change("/control/skip", {"steps": steps}, feed, note, _Target(endpoint, config, yes, timeout), doubt)
-    _print_answer(answer, f"{f'steps {steps} are' if last else f'step {steps} is'} skipped", as_json)
+    answer = post_change("/control/skip", {"steps": steps}, feed, note, Target(endpoint, config, yes, timeout), doubt)
+    print_answer(answer, f"{f'steps {steps} are' if last else f'step {steps} is'} skipped", as_json)
 
 
 def _share(text: str) -> tuple[str, float]:
@@ -188,7 +174,7 @@ def _stream(text: str) -> tuple[str, dict[str, Any]]:
     return name, tree
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
     """The options that select the broker; ``yes``: change the run without asking the user."""
 
     endpoint: str | None
@@ -197,8 +183,8 @@ class _Target(NamedTuple):
     timeout_s: float
 
 
-def _post_change(
-    path: str, body: dict[str, Any], feed: str | None, note: str | None, target: _Target, doubt: str = ""
+def post_change(
+    path: str, body: dict[str, Any], feed: str | None, note: str | None, target: Target, doubt: str = ""
 ) -> dict[str, Any]:
     """Post a change to the broker's control ``path``; return the broker's answer and its ``run``.
 
@@ -212,11 +198,10 @@ def _post_change(
         doubts.append(
             f"neither an option nor the environment names a broker, and {broker.base} serves run {broker.run!r}"
         )
-    at_step, formed = body.get("at_step") or 0, _steps_formed(broker.snapshot)
+    at = body.get("at") or {}
+    at_step, formed = body.get("at_step") or at.get("step") or 0, _steps_formed(broker.snapshot)
     if at_step > formed + FAR_AHEAD:
-        doubts.append(
-            f"step {at_step} is {at_step - formed} steps ahead, and no later change can begin before this step"
-        )
+        doubts.append(f"step {at_step} is {at_step - formed} steps ahead")
     if doubts and not target.yes:
         _confirm(doubts, broker.run)
     changes = {key: value for key, value in {**body, "feed": feed, "note": note}.items() if value is not None}
@@ -240,6 +225,6 @@ def _confirm(doubts: list[str], run: str) -> None:
         raise UserError("You declined. Nothing was changed.")
 
 
-def _print_answer(answer: dict[str, Any], text: str, as_json: bool) -> None:
+def print_answer(answer: dict[str, Any], text: str, as_json: bool) -> None:
     """Print the broker's answer ``found`` as JSON, or the text ``said`` with the names of run and feed."""
     print(json.dumps(answer) if as_json else f"run {answer['run']}, feed {answer['feed']}: {text}")

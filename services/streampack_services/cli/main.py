@@ -25,6 +25,7 @@ from streampack_services.cli import (
     cli_kernels,
     cli_keys,
     cli_plan,
+    cli_stages,
     cli_watch,
 )
 from streampack_services.cli.cli_options import Command
@@ -106,5 +107,5 @@ for _command in (
 ):  # fmt: skip
     # After COMMAND of ``run``, options are those of COMMAND.
     app.command(cls=Command, context_settings={"allow_interspersed_args": _command is not cli_daemons.run})(_command)
-for _name, _group in (("ledger", cli_audit.ledger), ("set", cli_control.settings), ("keys", cli_keys.keys)):
+for _name, _group in (("ledger", cli_audit.ledger), ("set", cli_stages.settings), ("keys", cli_keys.keys)):
     app.add_typer(_group, name=_name)

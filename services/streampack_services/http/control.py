@@ -1,11 +1,11 @@
-"""Changes of a running broker over HTTP: ``POST /control/weights``, ``/control/streams``, ``/control/skip``.
+"""Changes of a running broker over HTTP: ``POST /control/weights``, and the other paths in ``BODIES``.
 
 A body is one JSON object with typed keys; an unknown key is an error. The broker's thread decides and answers. Requests
 from other machines are rejected unless ``listen.control`` is ``any``. Requests of web pages, which have an ``Origin``
 header, are always rejected.
 
     curl --json '{"weights": {"code": 0.3}}' http://127.0.0.1:7400/control/weights
-    {"feed": "train", "step": 1288}
+    {"feed": "train", "step": 1288, "id": 3}
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from streampack.config.stage_settings import StageAt, StageRulesSettings, StageSettings
 from streampack.config.stream_settings import StreamSettings
 from streampack.core.model.bounded import Name
 from streampack.core.model.keys.stream_keys import SamplePolicies
-from streampack.core.model.rule_changes import MAX_WEIGHT, Ask, Restream, Reweigh, parse_steps
+from streampack.core.model.rule_changes import MAX_WEIGHT, Ask, Cancel, Restream, Reweigh, parse_steps
 from streampack.core.protocol.effects import Answer
+from streampack_services.broker.changes.asked_changes import Asked
 from streampack_services.http.http_guard import is_loopback
 
 MAX_BODY_BYTES = 1 << 16
@@ -34,7 +36,7 @@ ANSWER_S = 10.0
 At = Annotated[int, Meta(ge=0, lt=2**62)]
 """Number of a step, as large as a record of the log can hold."""
 
-AskBroker = Callable[[str, Ask, int | None, str], "Future[Answer]"]
+AskBroker = Callable[[str, Asked, int | None, str], "Future[Answer]"]
 """Asks the broker's thread for a change: (feed or "", change, at_step, note) -> its answer."""
 
 
@@ -86,10 +88,55 @@ class SkipBody(_Body, frozen=True, kw_only=True):
         return parse_steps(self.steps)
 
 
-BODIES: dict[str, type[WeightsBody | StreamsBody | SkipBody]] = {
+class StageBody(StageSettings, frozen=True, kw_only=True):
+    """A stage as broker.yaml has it. Without ``at``, it begins as soon as possible."""
+
+    feed: Annotated[str, Meta(max_length=200)] = ""
+    note: Annotated[str, Meta(max_length=500)] = ""
+
+    @property
+    def at_step(self) -> None:
+        """None: the stage has its own begin."""
+
+    def ask(self) -> Asked:
+        """Return the stage for the broker; raise ValueError if its begin is wrong."""
+        _ = self.at and self.at.begin
+        return self
+
+
+class RulesBody(_Body, frozen=True, kw_only=True):
+    """Rules as in a stage of broker.yaml; they hold from ``at_step`` on, or as soon as possible."""
+
+    rules: StageRulesSettings
+    at_step: At | None = None
+
+    def ask(self) -> Asked:
+        """Return the change for the broker."""
+        return StageSettings(rules=self.rules, at=None if self.at_step is None else StageAt(step=self.at_step))
+
+
+class CancelBody(_Body, frozen=True, kw_only=True):
+    """The number of a change that has not begun."""
+
+    id: Annotated[int, Meta(ge=0, lt=2**62)]
+
+    @property
+    def at_step(self) -> None:
+        """None: a change is canceled at once."""
+
+    def ask(self) -> Asked:
+        """Return the change for the broker."""
+        return Cancel(self.id)
+
+
+Body = WeightsBody | StreamsBody | SkipBody | StageBody | RulesBody | CancelBody
+BODIES: dict[str, type[Body]] = {
     "/control/weights": WeightsBody,
     "/control/streams": StreamsBody,
     "/control/skip": SkipBody,
+    "/control/stage": StageBody,
+    "/control/rules": RulesBody,
+    "/control/cancel": CancelBody,
 }
 
 
@@ -122,7 +169,11 @@ def handler(path: str, ask_broker: AskBroker, any_host: bool) -> Callable[[Reque
             return _error(503, "the broker is stopping")
         if answer.refusal:
             return _error(409, answer.refusal)
-        return JSONResponse({"feed": answer.feed, "step": answer.step})
+        tokens = ask.at.begin.tokens if isinstance(ask, StageSettings) and ask.at is not None else None
+        more = {"id": answer.id, "tokens": tokens}
+        return JSONResponse(
+            {"feed": answer.feed, "step": answer.step, **{key: more[key] for key in more if more[key] is not None}}
+        )
 
     return control
 

@@ -130,6 +130,7 @@ def _progress(feed: FeedStatus) -> Facts:
     return (
         ("steps", f"{steps.formed} formed{end}, {steps.returned} returned by every rank"),
         ("steps left", about),
+        ("rules", feed.changes.text),
         ("checkpoint", "" if feed.committed is None else f"committed at step {feed.committed}"),
     )
 

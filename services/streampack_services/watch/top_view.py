@@ -194,8 +194,10 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
 
 
 def _shown(view: BrokerView, feed: FeedView) -> list[tuple[str, str]]:
-    """Return (label, text) of each figure of the broker and of a feed that is declared to have a row of its own."""
-    return [*shown_rows(view.status), *shown_rows(feed.status)]
+    """Return (label, text) of changed rules, and of each figure of the broker and feed with a row of its own."""
+    changes = feed.status.changes
+    rules = [("rules", changes.text)] if changes.num_coming or changes.past else []
+    return [*rules, *shown_rows(view.status), *shown_rows(feed.status)]
 
 
 def _chart(feed: FeedView, width: int) -> list[Text]:

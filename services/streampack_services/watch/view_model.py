@@ -319,7 +319,7 @@ def _feed_tree(feed: FeedView) -> Tree:
         "ranks": list(map(asdict, feed.ranks)), "all_attached": now.all_ranks_attached,
         "attached": now.ranks.attached, "ranks_left_out": now.ranks.left_out,
         "nodes": msgspec.to_builtins(now.ranks.nodes), "nodes_left_out": now.ranks.nodes_left_out,
-        "media": msgspec.to_builtins(now.media),
+        "media": msgspec.to_builtins(now.media), "changes": msgspec.to_builtins(now.changes),
     }  # fmt: skip
 
 

@@ -39,6 +39,11 @@ class TrainedSamples:
             total = _added(total, sums)
         return total
 
+    @property
+    def last_steps(self) -> list[int]:
+        """The steps that ``last_sums`` covers."""
+        return list(self._last)
+
     def add(self, step: int, streams: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
         """Add a recorded step, with the stream and the tokens of each sample, both [n]; ignore a step that counts."""
         if step >= self.upto:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import io
 import json
 import socket
@@ -12,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from streampack_services.broker.changes.asked_changes import Asked as AskedChange
 from streampack_services.broker.status import BrokerStatus
 from streampack_services.http import control, http_client
 from streampack_services.http.server import HttpServer
 
-from streampack.core.model.rule_changes import Ask, Restream, Reweigh, Skip
+from streampack.core.model.rule_changes import Restream, Reweigh, Skip
 from streampack.core.model.rules import StreamRules
 from streampack.core.protocol.effects import Answer
 from tests.blank import blank
-from tests.integration.running import PATIENCE_S, RunningBroker, in_process, running_broker, the_error, write
+from tests.integration.running import RunningBroker, in_process, post, running_broker, the_error, write
 
-Asked = tuple[str, Ask, int | None, str]
+Asked = tuple[str, AskedChange, int | None, str]
 
 
 class Desk:
@@ -33,7 +33,7 @@ class Desk:
         self.refusal = ""
         self.silent = False
 
-    def ask(self, feed: str, ask: Ask, at_step: int | None, note: str) -> Future[Answer]:
+    def ask(self, feed: str, ask: AskedChange, at_step: int | None, note: str) -> Future[Answer]:
         self.asked.append((feed, ask, at_step, note))
         future: Future[Answer] = Future()
         if not self.silent:
@@ -63,18 +63,6 @@ def url(desk: Desk) -> Iterator[str]:
 def broker() -> Iterator[RunningBroker]:
     with running_broker({"streams": {"web": {}, "code": {}}, "rules": {"budget": 256, "step": {"packs": 2}}}) as found:
         yield found
-
-
-def post(url: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
-    host, port = url.removeprefix("http://").rsplit(":", 1)
-    connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
-    try:
-        headers = {"Content-Type": "application/json"} | headers
-        connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -243,7 +231,7 @@ def test_a_run_that_was_not_named_is_not_changed_without_a_question(
             ["skip", "--steps", "200-999999999999999999"],
             "steps (200 to 999999999999999999) would be skipped permanently",
         ),
-        (["set", "weights", "code=1", "--at-step", "999999999999"], "no later change can begin before this step"),
+        (["set", "weights", "code=1", "--at-step", "999999999999"], "Step 999999999999 is 999999999999 steps ahead"),
     ],
 )
 def test_a_change_that_is_likely_a_slip_is_asked_about(desk: Desk, url: str, words: list[str], said: str) -> None:

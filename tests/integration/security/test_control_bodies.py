@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from streampack_services.broker.changes.asked_changes import Asked
 from streampack_services.broker.service import BrokerService
 from streampack_services.http.history import Timelines
 from streampack_services.http.metrics import exposition
@@ -20,7 +21,6 @@ from streampack_services.http.server import make_app
 
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
-from streampack.core.model.rule_changes import Ask
 from streampack.core.protocol.effects import Answer
 from tests.integration.running import PATIENCE_S, folder
 
@@ -38,6 +38,16 @@ STREAM = st.fixed_dictionaries({}, optional={
     "weight": NUMBERS, "passes": NUMBERS, "partitions": st.one_of(st.integers(1, 3), NUMBERS), "repeat": st.booleans(),
     "pushed": st.booleans(), "overlong": st.sampled_from(["error", "drop", "truncate", "split"]),
 })  # fmt: skip
+SIZE = st.one_of(
+    st.integers(1, 99), NUMBERS, st.fixed_dictionaries({"from": NUMBERS, "to": NUMBERS, "over": NUMBERS})
+)  # fmt: skip
+RULES = st.one_of(ANYTHING, st.fixed_dictionaries({}, optional={
+    "budget": SIZE, "step": st.fixed_dictionaries({"packs": SIZE}), "max_samples_per_pack": st.none() | NUMBERS,
+    "window": st.one_of(st.just("auto"), st.fixed_dictionaries({"samples": NUMBERS})),
+    "balance": st.fixed_dictionaries({}, optional={"kind": st.sampled_from(["joint", "none"]), "group": NUMBERS}),
+    "align": st.fixed_dictionaries({}, optional={"sample": NUMBERS, "pack": NUMBERS, "lcm": NUMBERS}),
+}))  # fmt: skip
+BEGIN = st.fixed_dictionaries({}, optional={"step": NUMBERS, "tokens": st.one_of(NUMBERS, st.just("2.8T"), TEXTS)})
 SHARED: dict[str, st.SearchStrategy[Any]] = {"note": TEXTS, "feed": TEXTS, "at_step": NUMBERS}
 
 
@@ -51,6 +61,20 @@ def bodies() -> st.SearchStrategy[tuple[str, Any]]:
         st.tuples(st.just("weights"), fields({"weights": weights})),
         st.tuples(st.just("streams"), streams),
         st.tuples(st.just("skip"), fields({"steps": st.one_of(STEPS, TEXTS)})),
+        st.tuples(st.just("rules"), fields({"rules": RULES})),
+        st.tuples(
+            st.just("stage"),
+            fields(
+                {},
+                rules=RULES,
+                weights=weights,
+                over=NUMBERS,
+                name=TEXTS,
+                at=BEGIN,
+                planned_mesh=st.fixed_dictionaries({}, optional={"dp": NUMBERS}),
+            ),
+        ),
+        st.tuples(st.just("cancel"), fields({"id": NUMBERS})),
     )
 
 
@@ -92,7 +116,7 @@ async def post(app: Any, path: str, body: bytes) -> int:
 @example(("streams", {"add": {"more": {"passes": 2**64}}}))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_body_raises_in_the_brokers_thread(service: BrokerService, asked: tuple[str, Any]) -> None:
-    def ask(feed: str, what: Ask, at_step: int | None, note: str) -> Future[Answer]:
+    def ask(feed: str, what: Asked, at_step: int | None, note: str) -> Future[Answer]:
         future = service.ask(feed, what, at_step, note)
         until = time.monotonic() + PATIENCE_S
         while not future.done() and time.monotonic() < until:

@@ -1,0 +1,73 @@
+"""The types of a snapshot's part about changes of the rules: those in force, those that wait, and those before."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Struct
+
+from streampack_services.figure import gauge
+
+
+class RulesInForce(Struct, frozen=True, kw_only=True):
+    """The rules with which the next step is formed."""
+
+    stage: str
+    """Name of the stage, or a text about the change; empty before the first."""
+    since_step: Annotated[int, gauge("stage_since_step", "Step at which the rules in force began.")]
+    budget: Annotated[int, gauge("budget_tokens", "Budget of the packs of the next step, in tokens.")]
+    packs: Annotated[int | None, gauge(
+        "step_packs", "Packs of the next step. Only of feeds whose step is a number of packs.",
+        label="packs in a step")]  # fmt: skip
+    window: int | str
+    """Samples in the window, or ``auto``."""
+    packer: str
+    """The packer; ``joint`` with ``balance: {kind: joint}``."""
+    paused: list[str]
+    """Streams that pause."""
+
+
+class ComingChange(Struct, frozen=True, kw_only=True):
+    """A change of the rules that has not begun, or that comes again after the trainers went back to an earlier step."""
+
+    id: int | None
+    """Its number, for ``streampack set --cancel``. None in logs of versions that had none."""
+    name: str
+    """Name of the stage, or a text about the change."""
+    what: str
+    """A text about everything that changes."""
+    step: int | None
+    """The step from which on it holds; None for a change that waits for tokens."""
+    tokens: int | None
+    """The tokens in steps for which it waits."""
+    estimated_step: int | None
+    """The step at which a change that waits for tokens is likely to begin; None if nobody can know it yet."""
+    note: str
+    """A person's reason, and the step at which the change was asked for; empty for stages of broker.yaml."""
+
+
+class PastChange(Struct, frozen=True, kw_only=True):
+    """A change of the rules that has taken effect."""
+
+    id: int | None
+    """Its number; None in logs of versions that had none."""
+    name: str
+    """Name of the stage, or a text about the change."""
+    step: int
+    """The step from which on it holds."""
+    note: str
+    """A person's reason, and the step at which it was asked for."""
+
+
+class ChangesStatus(Struct, frozen=True, kw_only=True):
+    """The changes of a feed's rules."""
+
+    in_force: RulesInForce
+    """The rules with which the next step is formed."""
+    num_coming: Annotated[int, gauge("changes_waiting", "Changes of the rules that have not begun.")]
+    coming: list[ComingChange]
+    """The next of them, in the order of their begins."""
+    past: list[PastChange]
+    """The last changes that have taken effect, latest last."""
+    text: str
+    """The rules in force and the next change, in words."""
