@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, UnsetType
 
+from streampack.config.stage_settings import other_stages, written
 from streampack.core.model.rules import Rules, as_recorded
 from streampack.core.model.snapshot import Count
 from streampack.core.protocol.trainer_messages import State
@@ -133,6 +134,13 @@ def _difference(text: str, rules: Rules) -> str:
         return (
             f"rules: got rules that this version cannot read ({error}), expected the rules with digest {rules.digest}. "
             "Restore the broker's rules"
+        )
+    if rules.stages != other.stages:
+        stages = msgspec.json.encode([written(stage) for stage in other.stages]).decode()
+        return (
+            f"rules.stages: got a state of a run with other stages: {other_stages(rules.stages, other.stages)}. To go "
+            f"on from the state, write its stages into broker.yaml, `stages: {stages}`, and change them with "
+            f"'streampack set stage' while the run goes on"
         )
     if rules != other and as_recorded(rules, other) == other:
         lines = [f"window: {{samples: {other.window}}}"] if rules.window != other.window else []

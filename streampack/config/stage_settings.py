@@ -305,3 +305,37 @@ def _check_order(before: Sequence[Stage], stage: Stage) -> None:
 def _changes(stage: Stage) -> list[str]:
     """Return the names of what a stage changes."""
     return [*stage.rules.keys, *(["weights"] if stage.weights is not None else [])]
+
+
+def written(stage: Stage) -> dict[str, Any]:
+    """Return a stage as broker.yaml has it, with every value of what it changes."""
+    rules: dict[str, Any] = {key: getattr(stage.rules, key) for key in stage.rules.keys}
+    ramps = {"budget": rules.pop("warmup", UNSET), "packs": rules.pop("packs_ramp", UNSET)}
+    for key, ramp in ramps.items():
+        if isinstance(ramp, Warmup):
+            rules[key] = {"from": ramp.init, "to": rules[key], "over": ramp.steps}
+    if "packs" in rules:
+        rules["step"] = {"packs": rules.pop("packs")}
+    if "max_policy_lag" in rules:
+        rules["staleness"] = {"max_policy_lag": rules.pop("max_policy_lag")}
+    if isinstance(rules.get("window"), int):
+        rules["window"] = {"samples": rules["window"]}
+    for key, value in rules.items():
+        if isinstance(value, Struct):
+            rules[key] = msgspec.structs.asdict(value)
+    tree: dict[str, Any] = {"name": stage.name, "at": msgspec.to_builtins(stage.at), "rules": rules}
+    tree |= {} if stage.weights is None else {"weights": stage.weights}
+    tree |= {"over": stage.over} if stage.over else {}
+    plain: dict[str, Any] = msgspec.to_builtins({key: value for key, value in tree.items() if value})
+    return plain
+
+
+def other_stages(stages: Sequence[Stage], recorded: Sequence[Stage]) -> str:
+    """Return a text with the differences between stages of broker.yaml and recorded ones; empty if there is none."""
+    ours, theirs = ({stage.name: stage for stage in each} for each in (stages, recorded))
+    texts = [
+        f"{name} ({'differs' if name in ours and name in theirs else 'is new' if name in ours else 'is missing'})"
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
+    ]
+    return ", ".join(texts) or ("the order differs" if tuple(stages) != tuple(recorded) else "")

@@ -1,5 +1,9 @@
 """Stages in broker.yaml: a mistake names the stage, the key and the line to write; memory suits the largest stage."""
 
+import json
+import re
+from typing import Any
+
 import msgspec
 import pytest
 import yaml
@@ -7,15 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.broker.memory_plan import plan
 
+from streampack.client.state import Origin, load, save
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.stage_settings import other_stages, written
 from streampack.config.typed_yaml import convert, parse_amount
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.keys.planning_keys import Balance, Warmup
-from streampack.core.model.keys.stage_keys import StageBegin, StageRules
+from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
 from streampack.core.model.rule_changes import rules_of_stages
 from streampack.core.model.rules import Align, Rules
-from streampack.errors import ConfigError
+from streampack.core.protocol.trainer_messages import State
+from streampack.core.sessions.client_events import Begin
+from streampack.errors import ConfigError, StateError
 
 RUN = """
 rules: {budget: 8192, step: {packs: 64}, overlong: split}
@@ -205,3 +213,45 @@ def test_what_is_no_amount_is_refused(text: str | float) -> None:
     with pytest.raises(ConfigError, match=r"at: got .*, expected a whole number, or text such as 500M, 20B or 2\.8T"):
         parse_amount(text, "at")
     assert parse_amount("1e12", "at") == parse_amount(1e12, "at") == 10**12
+
+
+@given(
+    st.sampled_from([{"step": 4}, {"tokens": "2T"}]),
+    st.none() | st.sampled_from([{"web": 1.0}, {"web": 0.5, "math": 2}]),
+    st.fixed_dictionaries({}, optional={
+        "budget": st.sampled_from([4096, {"from": 64, "to": 8192, "over": 9}]), "tail": st.just("drop"),
+        "step": st.sampled_from([{"packs": 16}, {"packs": {"from": 64, "to": 16, "over": 3}}]),
+        "window": st.sampled_from(["auto", {"samples": 7}]), "overlong": st.just("drop"),
+        "packer": st.just("concatenative"), "max_samples_per_pack": st.sampled_from([3, None]),
+        "align": st.sampled_from([{"pack": 2}, {"sample": 2, "pack": 4}]),
+        "balance": st.sampled_from([{"kind": "none"}, {"hidden_size": 64, "order": "packer"}]),
+    }),
+)  # fmt: skip
+def test_a_stage_is_written_as_it_is_read(at: dict[str, Any], weights: dict[str, float] | None, rules: Any) -> None:
+    tree = {"name": "a", "at": at, "rules": rules, "weights": weights or {"web": 1.0}, "over": 5}
+    [stage] = read(f"stages: {json.dumps([tree])}").plan().stages
+    assert read(f"stages: {json.dumps([written(stage)])}").plan().stages == (stage,)
+
+
+def test_differences_of_stages_are_named() -> None:
+    def stages(text: str) -> tuple[Stage, ...]:
+        return read(f"stages: [{text}]").plan().stages
+
+    a, b = "{name: a, at: {step: 5}, rules: {tail: drop}}", "{name: b, at: {step: 5}, rules: {budget: 64}}"
+    assert other_stages(stages(f"{a}, {b}"), stages(f"{a}, {b}")) == ""
+    assert other_stages(stages(f"{b}, {a}"), stages(f"{a}, {b}")) == "the order differs"
+    assert other_stages(stages(f"{a}, {b}"), stages(a.replace("5", "6"))) == "a (differs), b (is new)"
+    assert other_stages((), stages(b)) == "b (is missing)"
+
+
+def test_a_state_of_a_run_with_other_stages_says_the_stages_to_write() -> None:
+    ours, theirs = read(""), read("stages: [{name: a, at: {step: 5}, rules: {budget: 64}}]")
+    begin = State(feed="train", lineage=0, step=7, chain=b"", snapshot=None)
+    saved = save(Origin(1, "train", theirs.plan()), 0, begin)
+    with pytest.raises(StateError) as error:
+        load(saved, Origin(1, "train", ours.plan()))
+    said = "rules.stages: got a state of a run with other stages: a (is missing). To go on from the state, write its"
+    assert str(error.value).startswith(said)
+    line = re.search("`(stages: .*)`", str(error.value))
+    assert line is not None
+    assert load(saved, Origin(1, "train", read(line[1]).plan())) == Begin(7, b"", 0, 0, None)

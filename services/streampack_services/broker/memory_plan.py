@@ -13,11 +13,13 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.stage_settings import other_stages
 from streampack.config.typed_yaml import parse_size
 from streampack.core.deal.step_cache import PART_BYTES
 from streampack.core.model.capacity import (
@@ -109,9 +111,9 @@ class _Needs(NamedTuple):
         return f"{-(-self.num_bytes // 2**20)}MiB for {windows}, and {self.partitions} partitions"
 
 
-def _needs(config: BrokerConfig) -> _Needs:
-    """Return the least memory that the rules need."""
-    feeds = {name: config.plan(name) for name in config.feeds}
+def _needs(config: BrokerConfig, recorded: Mapping[str, Rules] = MappingProxyType({})) -> _Needs:
+    """Return the least memory that the rules need, with the stages that the log has ``recorded``."""
+    feeds = {name: _with_recorded_stages(config.plan(name), recorded.get(name)) for name in config.feeds}
     size = next(iter(feeds.values())).token_bytes
     budget = max(map(largest_budget, feeds.values()))
     least = min(parse_size(config.limits.chunk, "limits.chunk"), LEAST_CHUNK_BYTES)
@@ -169,9 +171,25 @@ def with_enough_memory(config: BrokerConfig) -> BrokerConfig:
     return replace(config, memory=memory if machine is None else min(memory, max(machine.num_bytes, least)))
 
 
-def plan(config: BrokerConfig) -> Plan:
-    """Divide the configuration's ``memory``; raise ConfigError with the least size if it is too small for the rules."""
-    wanted = _needs(config)
+def _with_recorded_stages(rules: Rules, recorded: Rules | None) -> Rules:
+    """Return ``rules`` with the stages of the ``recorded`` rules, if nothing else differs; else the log is refused."""
+    if recorded is None:
+        return rules
+    staged = replace(rules, stages=recorded.stages)
+    return staged if rules_as_recorded(staged, recorded) == recorded else rules
+
+
+def plan(config: BrokerConfig, recorded: Mapping[str, Rules] = MappingProxyType({})) -> Plan:
+    """Divide the configuration's ``memory`` among the feeds, for the largest stage of each.
+
+    Args:
+        config: The broker's configuration.
+        recorded: The rules of each feed as the log has them, whose stages hold.
+
+    Raises:
+        ConfigError: The memory is too small for the rules; the message has the least size.
+    """
+    wanted = _needs(config, recorded)
     feeds, needs, partitions, least_quota = wanted.feeds, wanted.by_feed, wanted.partitions, wanted.quota
     sample, block, size = wanted.sample, wanted.block, wanted.token_bytes
     memory = parse_size(config.memory, "memory")
@@ -204,13 +222,22 @@ def plan(config: BrokerConfig) -> Plan:
     return Plan(plans, longest, memory, size, block, chunk, arriving, leaving * len(feeds))
 
 
-def as_recorded(plan: Plan, recorded: Mapping[str, Rules]) -> Plan:
-    """Return ``plan`` with the order of samples that the log has, if an earlier version began it; say so in the log.
+def as_recorded(config: BrokerConfig, recorded: Mapping[str, Rules]) -> Plan:
+    """Return the plan with the stages that the log has, and with its order of samples; say what differs.
 
-    ``recorded``: the rules of each feed as the log has them.
+    Args:
+        config: The broker's configuration.
+        recorded: The rules of each feed as the log has them. An earlier version may have begun the log, with another
+            order of samples.
     """
-    feeds = []
-    for feed in plan.feeds:
+    feeds, planned = [], plan(config, recorded)
+    for feed in planned.feeds:
+        if others := other_stages(config.plan(feed.name).stages, feed.rules.stages):
+            log.warning(
+                "feed %r: the stages of the log hold, and those of broker.yaml differ: %s. To change a stage that has "
+                "not begun, run 'streampack set --cancel ID', and 'streampack set stage FILE --at-step N'",
+                feed.name, others,
+            )  # fmt: skip
         rules = rules_as_recorded(feed.rules, recorded.get(feed.name, feed.rules))
         if rules != feed.rules:
             log.info(
@@ -219,7 +246,7 @@ def as_recorded(plan: Plan, recorded: Mapping[str, Rules]) -> Plan:
                 str(feed.rules.in_turn).lower(),
             )  # fmt: skip
         feeds.append(dataclasses.replace(feed, rules=rules))
-    return dataclasses.replace(plan, feeds=tuple(feeds))
+    return dataclasses.replace(planned, feeds=tuple(feeds))
 
 
 def _held(rules: Rules, sample: int) -> str:

@@ -122,7 +122,6 @@ class BrokerService:
         self.over = ""
         """The reason why ``run`` has ended, because another broker is active; empty if that is not the reason."""
         with contextlib.ExitStack() as opened:  # memory before sockets; what is open is closed if the rest fails
-            self.arena = self._allocate()
             self._waker = Waker()
             opened.callback(self._waker.close)
             self._changes = AskedChanges(self._waker.wake)
@@ -130,7 +129,8 @@ class BrokerService:
             self.keeper = Keeper(config, self._waker.wake) if config.state_dir is not None else None
             if self.keeper is not None:
                 opened.callback(self.keeper.close)
-                self.plan = as_recorded(self.plan, recorded or self.keeper.rules())
+                self.plan = as_recorded(config, recorded or self.keeper.rules())
+            self.arena = self._allocate()
             self.core = Broker(
                 run=config.run_id, epoch=time.time_ns() if lead is None else lead.entry.epoch,
                 feeds=self.plan.feeds, capacity=self.plan.capacity,

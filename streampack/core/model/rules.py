@@ -459,7 +459,9 @@ def first_difference(got: Rules, expected: Rules) -> str:
 
 
 def _with_all_keys(value: object) -> object:
-    """Return ``value`` with every Struct as a dict that has all keys, also those with default values."""
+    """Return ``value`` with every Struct as a dict that has all keys, also those with default values or UNSET."""
+    if value is UNSET:
+        return None
     if isinstance(value, Struct):
         keys = ((name, getattr(value, name)) for name in value.__struct_fields__)
         return {name: _with_all_keys(each) for name, each in keys if each is not UNSET}
