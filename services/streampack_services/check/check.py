@@ -21,6 +21,7 @@ from rich.table import Table
 from streampack.config.alignment import AlignSettings
 from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
+from streampack.config.stage_settings import StageSettings
 from streampack.core.deal.assignment import packs_of_mesh
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.capacity import FeedPlan
@@ -38,13 +39,12 @@ from streampack_services.broker.authorization import BROKER
 from streampack_services.broker.memory_peak import MEAN_TOKENS, PREFETCH, peak
 from streampack_services.broker.memory_plan import Plan, plan
 from streampack_services.check.compare import RunFiles, compare
+from streampack_services.check.stage_columns import MAX_RANKS, stage_lines, stages_of
 from streampack_services.check.summary import fitted, summary, warned
 from streampack_services.daemons.producer import open_sources
 from streampack_services.http.http_guard import parse_address
 from streampack_services.terminal import new_console
 
-MAX_RANKS = 64
-"""Largest size of dp and cp to try."""
 Tree = dict[str, Any]
 
 
@@ -65,10 +65,12 @@ class Value(Struct, frozen=True):
 def check(file: Path) -> Tree:
     """Check a broker.yaml or producer.yaml; return the ``values`` of its keys and what ``follows``, as ``Value`` trees.
 
+    ``stages`` has the stages of each feed of a broker.yaml, beside the begin of the run.
+
     Also read the first rows of a producer's sources, and return the ``warnings`` about them. Raises ConfigError or
     UserError for wrong settings, SourceError for missing files or rows.
     """
-    config, warnings = read_either(file), list[FirstWarning]()
+    config, warnings, stages = read_either(file), list[FirstWarning](), dict[str, list[Tree]]()
     lines = key_lines(file.read_text(encoding="utf-8"))
     if isinstance(config, BrokerConfig):
         broker = plan(config)
@@ -78,6 +80,7 @@ def check(file: Path) -> Tree:
         _check_keys(config.listen.keys)
         resolved: Struct = _resolved_broker(config, broker)
         follows = list(_follows(config, broker))
+        stages = stages_of(config, broker)
     else:
         if not config.broker.startswith("file://"):
             split_endpoints(config.broker)
@@ -94,6 +97,7 @@ def check(file: Path) -> Tree:
         "command": "broker" if isinstance(config, BrokerConfig) else "produce",
         "values": msgspec.to_builtins(list(_values(config, resolved, lines))),
         "follows": msgspec.to_builtins(follows),
+        "stages": stages,
         "warnings": [warning._asdict() for warning in warnings],
     }
 
@@ -134,6 +138,10 @@ def key_lines(text: str) -> dict[str, int]:
 
     def walk(node: yaml.Node, path: str) -> None:
         """Add the lines of all keys below ``node``, whose own path is ``path``."""
+        if isinstance(node, yaml.SequenceNode):
+            for entry in node.value:
+                names = [value.value for key, value in getattr(entry, "value", ()) if key.value == "name"]
+                walk(entry, f"{path}.{names[0]}" if names else path)
         if not isinstance(node, yaml.MappingNode):
             return
         for key, value in node.value:
@@ -169,11 +177,25 @@ def _values(written: Any, resolved: Any, lines: dict[str, int], path: str = "") 
         elif isinstance(value, dict) and value and all(isinstance(each, Struct) for each in value.values()):
             for key, each in value.items():
                 yield from _values(before[key] if before else None, each, lines, f"{here}.{key}")
+        elif isinstance(value, tuple) and value and isinstance(value[0], StageSettings):
+            for each in value:
+                yield from _written(each, lines, f"{here}.{each.name}")
         else:
             line = lines.get(here)
             source = "file" if line else "default" if value == before else "derived"
             origin = f" (from {_origin(here)})" if source == "derived" else ""
             yield Value(here, value, source, line, meaning_of(type(resolved), name) + origin)
+
+
+def _written(struct: Any, lines: dict[str, int], path: str) -> Iterator[Value]:
+    """Yield the values of a struct, and of the structs in it, that stand in the file."""
+    for name in struct.__struct_fields__:
+        key = struct.__struct_encode_fields__[struct.__struct_fields__.index(name)]
+        here, value = f"{path}.{key}", getattr(struct, name)
+        if isinstance(value, Struct):
+            yield from _written(value, lines, here)
+        elif (line := lines.get(here)) is not None:
+            yield Value(here, value, "file", line, meaning_of(type(struct), name))
 
 
 def _origin(path: str) -> str:
@@ -200,7 +222,8 @@ def _descriptions(kind: type) -> dict[str, str]:
     return {
         field.name: meta.description
         for field in msgspec.structs.fields(kind)
-        for meta in get_args(field.type)
+        for part in (field.type, *get_args(field.type))
+        for meta in get_args(part)
         if isinstance(meta, Meta) and meta.description
     }
 
@@ -381,6 +404,7 @@ def show_check(result: Tree, whole: bool) -> None:
             console.print()
         else:
             lines += summary(each)
+        lines += stage_lines(each["stages"], several_feeds=len(each["stages"]) > 1)
     of_rows = [_warned(warning) for each in result["files"] for warning in each["warnings"]]
     warnings = [line for text in [*of_rows, *result.get("warnings", ())] for line in warned(text)]
     names = " and ".join(Path(each["file"]).name for each in result["files"])

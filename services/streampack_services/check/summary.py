@@ -58,9 +58,9 @@ def _set(values: list[Tree]) -> Iterator[tuple[str, str]]:
     groups: dict[str, list[str]] = {}
     streams: dict[str, None] = {}
     for each in values:
-        if each["source"] != "file":
-            continue
         parts = each["path"].split(".")
+        if each["source"] != "file" or "stages" in (parts[0], *parts[2:3]):  # they have a table of their own
+            continue
         title, rest = (parts[1], parts[2:]) if parts[0] == "streams" and len(parts) > 1 else (parts[0], parts[1:])
         if parts[0] == "streams":
             streams[title] = None

@@ -49,10 +49,12 @@ def _set(
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:  # fmt: skip
-    """Change the rules, weights or streams of a running broker; list or cancel changes.
+    """Change the rules or the mixture of a running broker.
+
+    The options list and cancel changes.
 
     \b
-    Examples:
+    Example:
         streampack set weights code=0.3 web=0.7
         streampack set rules budget=32768 packs=128 --at-step 40000
         streampack set --list
@@ -140,7 +142,7 @@ def rules(
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:  # fmt: skip
-    """Change rules from a step on, such as the budget or the packs of a step.
+    """Change rules from a step on, such as the budget.
 
     Steps that are already formed do not change. A value may grow evenly over
     steps: packs='{from: 64, to: 512, over: 2000}'.

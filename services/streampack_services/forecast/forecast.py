@@ -146,8 +146,8 @@ def planned_rules(rules: Rules, workload: Workload, overlong: Overlong, *, all_s
 
 
 def rules_of_sizes(rules: Rules) -> Rules:
-    """Return rules without ``share``, of which lengths and sizes of media say nothing."""
-    return msgspec.structs.replace(rules, share=None)
+    """Return rules without ``share``, of which lengths and sizes of media say nothing, and without stages."""
+    return msgspec.structs.replace(rules, share=None, stages=())
 
 
 def rules_of_lengths(rules: Rules) -> Rules:

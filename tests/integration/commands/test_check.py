@@ -115,7 +115,7 @@ def test_the_schema_has_the_meanings_that_check_shows(schema: Any) -> None:
     for kind in ALL:
         for field in msgspec.structs.fields(kind):
             if text := meaning_of(kind, field.name):
-                assert found[kind.__name__]["properties"][field.name]["description"] == text
+                assert found[kind.__name__]["properties"][field.encode_name]["description"] == text
 
 
 def test_without_a_file_check_says_which_it_needs() -> None:
@@ -352,3 +352,64 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (warning,) = json.loads(in_process("check", path, "--json").stdout)["warnings"]
     assert (warning["word"], warning["samples"], warning["rows"]) == ("json", 1, 3)
     assert warning["where"].endswith("rows.jsonl:line 2")
+
+
+STAGED = """
+memory: 2GiB
+rules: {budget: 4096, step: {packs: 64}, overlong: split}
+planned_mesh: {dp: 8}
+streams: {web: {}, books: {}}
+stages:
+  - {name: ramp, at: {step: 0}, rules: {step: {packs: {from: 16, to: 64, over: 2000}}}}
+  - name: long
+    at: {tokens: 2T}
+    rules: {budget: 16384, step: {packs: 12}}
+    weights: {books: 1}
+    planned_mesh: {dp: 4, cp: 2}
+"""
+
+
+def test_check_shows_each_stage_as_a_column_and_the_meshes_that_cannot_read_it(tmp_path: Path) -> None:
+    file = tmp_path / "staged.yaml"
+    file.write_text(STAGED)
+    lines = in_process("check", file).stdout.splitlines()
+    at = lines.index("  stages")
+    assert lines[at + 1 :] == [
+        "    ramp: dp 32, 64 cannot read it: its steps have a multiple of 16 packs",
+        "    long: dp 8, 16 ... 64 cannot read it: its steps have 12 packs",
+        "    long: the mesh before (dp=8) cannot read this stage: trainers save a",
+        "      checkpoint there, and come back on dp=4, cp=2",
+        "                   run          ramp         long",
+        "    begins         step 0       step 0       2.0T tokens",
+        "    budget         4,096        4,096        16,384",
+        "    packs a step   64           16 to 64     12",
+        "    window         auto         auto         auto",
+        "    tokens a step  262.1k       262.1k       196.6k",
+        "    streams        2            2            1",
+        "    planned mesh   dp=8         dp=8         dp=4, cp=2",
+        "    micro-batches  8            2 to 8       3",
+        "    dp             1, 2 ... 64  1, 2 ... 16  1, 2 ... 12",
+        "    cp             1            1            1, 2",
+        "    memory         19.0 MiB     19.0 MiB     66.6 MiB",
+        "--all shows every value and its meaning",
+        "good: streampack broker can use staged.yaml",
+    ]
+    tree = json.loads(in_process("check", file, "--json").stdout)
+    run, ramp, long = tree["stages"]["train"]
+    assert (run["at"], ramp["packs"], long["at"]) == ({"step": 0}, [16, 64], {"tokens": 2 * 10**12})
+    assert (long["dp"], long["cp"], long["streams"]) == ([1, 2, 3, 4, 6, 12], [1, 2], ["books"])
+    assert (len(run["misfits"]), len(ramp["misfits"]), len(long["misfits"])) == (0, 1, 2)
+    values = {value["path"]: (value["value"], value["line"]) for value in tree["values"]}
+    assert values["stages.ramp.rules.step.packs.to"] == (64, 7)
+    assert values["stages.long.rules.budget"] == (16384, 10)
+    assert values["stages.long.planned_mesh.cp"] == (2, 12)
+    [meaning] = [value["meaning"] for value in tree["values"] if value["path"] == "stages.long.rules.budget"]
+    assert meaning.startswith("Number of tokens in a pack, or `{from: N, to: M, over: STEPS}`")
+    whole = in_process("check", file, "--all")
+    assert whole.stdout.count("planned mesh   dp=8") == 1, whole.stderr
+
+
+def test_a_run_without_stages_has_no_columns(tmp_path: Path) -> None:
+    file = write(tmp_path / "broker.yaml", {"streams": {"web": {}}})
+    assert json.loads(in_process("check", file, "--json").stdout)["stages"] == {}
+    assert "  stages" not in in_process("check", file).stdout.splitlines()
