@@ -195,8 +195,7 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
 
 def _shown(view: BrokerView, feed: FeedView) -> list[tuple[str, str]]:
     """Return (label, text) of changed rules, and of each figure of the broker and feed with a row of its own."""
-    changes = feed.status.changes
-    rules = [("rules", changes.text)] if changes.num_coming or changes.past else []
+    rules = [("rules", text)] if (text := feed.status.changes.text) else []
     return [*rules, *shown_rows(view.status), *shown_rows(feed.status)]
 
 

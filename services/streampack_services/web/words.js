@@ -205,7 +205,7 @@ export function showRoom(status, feed) {
     ["window", `${count(feed.window.samples)} samples, ${short(feed.window.tokens)} tokens${oldest(feed.window)}`, null],
     ["wait in the window", feed.waits.p99_steps === null ? "" : `99th percentile ${inSteps(feed.waits.p99_steps)}`, null],
   ];
-  rows.push(["rules", feed.changes.text, null]);
+  if (feed.changes.text) rows.push(["rules", feed.changes.text, null]);
   const { displacement: moved, mean_length: length } = feed;
   if (moved) rows.push(["displacement, last 100 steps", `50th percentile ${inSteps(moved.p50)} from the turn of a sample, 99th ${inSteps(moved.p99)}; at most ${count(moved.early)} early and ${count(moved.late)} late`, null]);
   if (length) rows.push(["mean length, last 100 steps", `${short(length.recent)} tokens; ${short(length.total)} since the start`, null]);

@@ -42,7 +42,7 @@ def changes_status(feed: Feed) -> ChangesStatus:
         num_coming=len(again) + len(history.pending),
         coming=coming,
         past=begun[-MOST_PAST:],
-        text=_text(in_force, coming),
+        text=_text(in_force, coming) if begun or coming else "",
     )
 
 

@@ -70,4 +70,4 @@ class ChangesStatus(Struct, frozen=True, kw_only=True):
     past: list[PastChange]
     """The last changes that have taken effect, latest last."""
     text: str
-    """The rules in force and the next change, in words."""
+    """The rules in force and the next change, in words; empty without changes."""
