@@ -28,7 +28,7 @@ from streampack.batch_checks.step_check import verify
 from streampack.client.connect import Client, connect
 from streampack.core.model.mesh import Mesh
 from streampack.core.packers.closed import pack_lengths, way_back
-from streampack.errors import StreampackError
+from streampack.errors import StageEnds, StreampackError
 from streampack.local import local
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
@@ -55,6 +55,7 @@ __all__ = [
     "Producer",
     "Reference",
     "SampleId",
+    "StageEnds",
     "Step",
     "StepPlan",
     "StepResults",

@@ -8,6 +8,7 @@
     │   ├── MeshError          the rules cannot serve this mesh, or the rank is taken
     │   ├── StateError         a checkpoint of another run, feed, rules or version
     │   └── SampleError        a sample that the policies do not admit (also a ValueError)
+    ├── StageEnds              the trainer cannot go on with the next step as it is; exit code 1
     ├── SourceError            source files are missing, broken or changed; exit code 1
     │   └── DamagedFile        a file is cut short or not of its format
     ├── LogDamaged             the broker's log is damaged; exit code 1
@@ -66,6 +67,43 @@ class StateError(UserError):
 
 class SampleError(UserError, ValueError):
     """A sample is too long, empty, ragged or of a wrong dtype, and no policy drops or cuts such samples."""
+
+
+class StageEnds(StreampackError):
+    """The trainer cannot go on with the next step as it is, because a stage of the run has other rules.
+
+    A loader raises it after every earlier step was handed out. Save a checkpoint, which then begins at ``step``, and
+    start the trainer again from it as ``detail`` says.
+
+    Args:
+        step: Number of the first step that was not handed out.
+        stage: Name of its stage, or the number of the stage.
+        detail: The value that does not fit, and the values with which the trainer can go on.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     for step in loader.steps():
+        ...         train(step)
+        ... except streampack.StageEnds:
+        ...     save(model, loader.state_dict())
+    """
+
+    step: int
+    """Number of the first step that was not handed out."""
+    stage: str
+    """Name of its stage, or the number of the stage."""
+    detail: str
+    """The value that does not fit, and the values with which the trainer can go on."""
+
+    def __init__(self, step: int, stage: str, detail: str) -> None:
+        super().__init__(
+            f"cannot go on with step {step}, which is in stage {stage!r}: {detail}. Start the trainer again from a "
+            f"checkpoint of step {step}"
+        )
+        self.step, self.stage, self.detail = step, stage, detail
+
+    def __reduce__(self) -> tuple[type[StageEnds], tuple[int, str, str]]:
+        return type(self), (self.step, self.stage, self.detail)
 
 
 class SourceError(StreampackError):

@@ -245,6 +245,7 @@ class Client(Generic[BatchT]):
 
     Raises:
         DataStall: While iterating, no step came within the time limits of ``connect``.
+        StageEnds: While iterating, the feed goes on with a stage that this trainer cannot read.
         Rejected: While iterating, another process took over the rank.
 
     Example:
@@ -268,7 +269,10 @@ class Client(Generic[BatchT]):
         return self
 
     def __next__(self) -> BatchT:
-        """Return the rank's next pack. Raises StopIteration after the feed's last step, which is equal on all ranks."""
+        """Return the rank's next pack. Raises StopIteration after the feed's last step, which is equal on all ranks.
+
+        Raises StageEnds, at each call, if the feed goes on with a stage that this trainer cannot read.
+        """
         pack: BatchT = self._reading.next_pack()
         return pack
 
@@ -284,14 +288,11 @@ class Client(Generic[BatchT]):
 
         Raises:
             DataStall: While iterating, no step came within the time limits of ``connect``.
+            StageEnds: While iterating, the feed goes on with a stage that this trainer cannot read. Each further call
+                raises it again. Save a checkpoint, and start the trainer again as the error says.
         """
         self._reading.begin()
-        return self._steps_of(self._reading.iteration)
-
-    def _steps_of(self, iteration: int) -> Iterator[Step[BatchT]]:
-        """Yield steps while iteration ``round_`` lasts; the iterator refers to the client and so keeps it open."""
-        while iteration == self._reading.iteration and (step := self._reading.next_step()) is not None:
-            yield step
+        return _Steps(self)
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Return the loader's position, to save with the model; equal on all ranks, valid for any mesh.
@@ -488,7 +489,10 @@ class Client(Generic[BatchT]):
 
     @property
     def rules(self) -> Rules:
-        """The run's recorded rules for this feed."""
+        """The rules of the step that was handed out last; before the first, those with which the run began.
+
+        Weights and streams are those of the begin; ``mixture`` has them as they are now.
+        """
         return self._reading.rules
 
     @property
@@ -500,3 +504,21 @@ class Client(Generic[BatchT]):
     def format(self) -> str:
         """Name of the packs' format, as passed to ``connect``."""
         return self._reading.format
+
+
+class _Steps(Iterator[Step[BatchT]]):
+    """The steps of one iteration. A generator would end with the first error; each call raises StageEnds again.
+
+    The iterator refers to the client, and so keeps it open.
+    """
+
+    def __init__(self, client: Client[BatchT]) -> None:
+        self._client = client
+        self._iteration = client._reading.iteration
+
+    def __next__(self) -> Step[BatchT]:
+        reading = self._client._reading
+        step = reading.next_step() if self._iteration == reading.iteration else None
+        if step is None:
+            raise StopIteration
+        return step

@@ -17,10 +17,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from streampack.client.reading_stats import ReadingFigures
 from streampack.core.model.mesh import Mesh
+from streampack.core.model.rules import Rules
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import Attached, Question, ReaderAnswer
@@ -44,6 +48,7 @@ from streampack.errors import (
     MeshError,
     PeerError,
     Rejected,
+    StageEnds,
     StreampackError,
     Unreachable,
     UserError,
@@ -96,6 +101,8 @@ class Prefetching:
         self.iteration = 0
         """Number of the current iteration, or of the next one if none has begun."""
         self.ended = False
+        self.stage_ends: tuple[int, str, str] | None = None
+        """Arguments of the error with which the iteration ends; None if it ends with the feed."""
         self.attached: Attached | None = None
         self.answers: deque[ReaderAnswer] = deque()
         self._endpoint, self._mesh, self._views, self._answer_s = endpoint, mesh, views, answer_s
@@ -104,6 +111,8 @@ class Prefetching:
         """Bytes of payload of the delivered steps."""
         self._forks = forks.passed
         self._slabs = Slabs()
+        self._stage_rules = (Rules(), Rules())
+        """The last rules of a step that came with it, and the same with streams."""
         self._told: deque[Event] = deque()
         self._moved_to = ""
         """The broker's new address, until the thread has connected there."""
@@ -134,14 +143,21 @@ class Prefetching:
     def turn_to(self, iteration: int) -> None:
         """Set the number of the next iteration and drop the prefetched steps of the current one."""
         with self._changed:
-            self.iteration, self.ended = iteration, False
+            self.iteration, self.ended, self.stage_ends = iteration, False, None
             self.ready.clear()
 
     def take_step(self) -> Step | None:
-        """Wait for the next step and return the step; None at the end of the iteration. Raises as ``wait_for``."""
+        """Wait for the next step and return the step; None at the end of the iteration.
+
+        Raises StageEnds if the feed goes on, but not for this trainer, and as ``wait_for``.
+        """
         with self._changed:
             self.wait_for(lambda: bool(self.ready) or self.ended)
-            return self.ready.popleft() if self.ready else None
+            if self.ready:
+                return self.ready.popleft()
+        if self.stage_ends is not None:
+            raise StageEnds(*self.stage_ends)
+        return None
 
     def ask(self, question: Question) -> ReaderAnswer:
         """Send a question to the broker, wait for the answer and return the answer. Raises as ``wait_for``."""
@@ -352,18 +368,10 @@ class Prefetching:
                 self._follow(effect)
             elif isinstance(effect, Deliver):
                 self.received_bytes += sum(len(frame) for part in effect.parts for frame in part.payload)
-                step = build_step(effect.parts, effect.attached, self._mesh, self._slabs, self._views.media)
-                step = self._views.make(step, effect.attached.rules)
-                if isinstance(step.packs, LazyPacks):
-                    self._prepare(step.packs)
-                with self._changed:
-                    if self.session.iteration == self.iteration:  # the trainer may have begun another iteration by now
-                        self.ready.append(step)
-                    self._changed.notify_all()
+                self._deliver(effect)
             elif isinstance(effect, Ended):
-                with self._changed:
-                    self.ended = self.session.iteration == self.iteration
-                    self._changed.notify_all()
+                end = effect.for_mesh
+                self._end(None if end is None else (end.num_steps, end.name, end.detail))
             elif isinstance(effect, Answered):
                 with self._changed:
                     self.answers.append(effect.message)
@@ -374,6 +382,43 @@ class Prefetching:
             with self._changed:
                 self.attached = self.session.attached
                 self._changed.notify_all()
+
+    def _deliver(self, effect: Deliver) -> None:
+        """Build a step and hand it to the trainer; end the iteration if the format does not suit its rules."""
+        step = build_step(effect.parts, effect.attached, self._mesh, self._slabs, self._views.media)
+        try:
+            rules = self._rules_of(step, effect.attached)
+        except UserError as error:
+            self._end((step.index, step.stage, str(error)))
+            return
+        step = self._views.make(replace(step, rules=rules), rules)
+        if isinstance(step.packs, LazyPacks):
+            self._prepare(step.packs)
+        with self._changed:
+            if self.session.iteration == self.iteration and not self.ended:  # the trainer may have begun another one
+                self.ready.append(step)
+            self._changed.notify_all()
+
+    def _rules_of(self, step: Step, attached: Attached) -> Rules:
+        """Return the rules of a step, with the streams of the run's first rules: one object for each stage.
+
+        Raises UserError if the format does not suit rules that the step before did not have.
+        """
+        came, first = step.rules, attached.rules
+        assert came is not None, "as build_step has made it"
+        if came is first:
+            return first
+        if came != self._stage_rules[0]:
+            self._stage_rules = came, msgspec.structs.replace(came, streams=first.streams)
+            self._views.fit(self._stage_rules[1], attached.layout)
+        return self._stage_rules[1]
+
+    def _end(self, stage_ends: tuple[int, str, str] | None) -> None:
+        """End the iteration that the session reads."""
+        with self._changed:
+            if self.session.iteration == self.iteration and not self.ended:
+                self.ended, self.stage_ends = True, stage_ends
+            self._changed.notify_all()
 
     def _prepare(self, packs: LazyPacks) -> None:
         """Make packs of a new step ahead of use: the first group for a slow trainer, or all packs without numba."""

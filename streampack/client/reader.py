@@ -25,7 +25,9 @@ from streampack.client import state as checkpoint
 from streampack.client.prefetch import Prefetching
 from streampack.client.reading_stats import ReadingFigures
 from streampack.client.reporting import Reporting
+from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh, ReadBy
+from streampack.core.model.rule_changes import rules_of_stages
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.protocol.trainer_messages import AskMixture, AskState, Commit, Mixture, State
@@ -69,6 +71,7 @@ class Reading:
         self._loaded: dict[str, Any] | None = None  # the loaded state that set ``_place``
         self._upto = 0  # the trainer has used the steps before, and may have used the one in use
         self._has_said = False  # once is enough for loops that always leave early
+        self._rules: Rules | None = None  # of the last step that was handed out
         self._taken = False  # this iteration has handed out a step, or its end
         self._in_use: int | None = None
         self._counted = CountedPacks(())  # of the step in use
@@ -93,11 +96,28 @@ class Reading:
         assert self._prefetching.attached is not None  # __init__ has waited for it
         self._stream_names = [stream.name for stream in self.rules.streams]
         views.fit(self.rules, self._prefetching.attached.layout)
+        if not any(self.mesh.ranks):
+            self._warn_of_stages(views, self._prefetching.attached.layout)
         if self.rules.padded and not any(self._session.mesh.ranks):
             log.warning(
                 "feed %s: its micro-batches are padded and may differ in shape, so torch.compile compiles each shape "
                 "separately. Mark the dimensions as dynamic to compile only once", self._session.feed,
             )  # fmt: skip
+
+    def _warn_of_stages(self, views: Views, layout: str) -> None:
+        """Warn of each stage of the run's first rules that this trainer cannot read."""
+        stages = self.rules.stages
+        for number, (stage, rules) in enumerate(zip(stages, rules_of_stages(self.rules)[1:], strict=True), 1):
+            why = mesh_refusal(self.mesh, rules, layout, step=stage.at.step or 0)
+            try:
+                views.fit(rules, layout)
+            except UserError as error:
+                why = why or str(error)
+            if why:
+                log.warning(
+                    "feed %s: training ends with StageEnds where stage %r begins (%s), unless it begins after that: %s",
+                    self._session.feed, stage.name or str(number), stage.at, why,
+                )  # fmt: skip
 
     @property
     def iteration(self) -> int:
@@ -115,7 +135,7 @@ class Reading:
         if self._last_iteration != self.iteration:
             self._last_iteration = self.iteration
             self._prefetching.tell(self._place)
-        elif self.rules.finite and self._taken:
+        elif self.rules.finite and self._taken and self._prefetching.stage_ends is None:
             if not self._prefetching.ended and (used := self._used_upto) > self._place.next_step and not self._has_said:
                 self._has_said = True
                 log.warning(
@@ -172,6 +192,7 @@ class Reading:
         step = self._views.arrive(step)
         self._in_use, self._counted = step.index, CountedPacks(step.packs)
         step = replace(step, packs=self._counted, reporting=self._report, naming=self._name_streams)
+        self._rules = step.rules
         self._figures.note_step(len(step), step.num_tokens)
         self._advise()
         return step
@@ -297,7 +318,7 @@ class Reading:
     @property
     def _origin(self) -> checkpoint.Origin:
         """The run, feed and rules that a state of this reader is valid for."""
-        return checkpoint.Origin(self._session.run, self._session.feed, self.rules)
+        return checkpoint.Origin(self._session.run, self._session.feed, self._first_rules)
 
     def stats(self) -> dict[str, float]:
         """Return counts and times by name; see ``Client.stats``."""
@@ -339,7 +360,12 @@ class Reading:
 
     @property
     def rules(self) -> Rules:
-        """The run's recorded rules for this feed."""
+        """The rules of the last step that was handed out; before, those with which the run began."""
+        return self._first_rules if self._rules is None else self._rules
+
+    @property
+    def _first_rules(self) -> Rules:
+        """The rules with which the run began, and its stages."""
         assert self._prefetching.attached is not None  # __init__ has waited for it
         return self._prefetching.attached.rules
 

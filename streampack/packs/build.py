@@ -19,6 +19,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from streampack.core.columns.step_columns import BY_RULES
@@ -53,7 +54,8 @@ def build_step(
 ) -> Step:
     """Check the messages of a step and return the step, whose packs are made on request, in memory of ``slabs``.
 
-    ``media`` fetches the media that samples refer to; without it, packs have the references.
+    The rules of the step are those of ``attached``, unless the messages bring others. ``media`` fetches the media that
+    samples refer to; without it, packs have the references.
 
     Raises WireError if a message breaks an invariant.
     """
@@ -77,9 +79,11 @@ def build_step(
         count += contents[-1].count
     if first is None or count != first.micro_batches:
         raise WireError(f"got {count} micro-batches, expected {first.micro_batches if first else 'at least one'}")
+    rules = first.rules_of(attached.rules)
     return Step(
         first.step, LazyPacks.of(contents), sum(content.num_tokens for content in contents), denominator(first),
-        first.num_samples, first.digest.hex(), first.chain.hex(), Regrouping(attached.rules, mesh.pp),
+        first.num_samples, first.digest.hex(), first.chain.hex(), "0" if first.stage is UNSET else first.stage.text,
+        rules, Regrouping(rules, mesh.pp),
     )  # fmt: skip
 
 
@@ -131,7 +135,7 @@ def _content(
     part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs, fetcher: MediaFetcher | None
 ) -> Content:
     """Check a message and lay out its packs. Raises WireError or ValueError for an invalid message."""
-    rules, layout = attached.rules, attached.layout
+    rules, layout = part.rules_of(attached.rules), attached.layout
     expected = frames_for(rules.all_fields, mesh, layout)
     if part.frames != expected or len(payload) != len(expected):
         raise WireError(f"got {len(payload)} payload frames for the names {part.frames}, expected the names {expected}")

@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, SupportsIndex, cast, overload
 
 import numpy as np
 
+from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.errors import UserError
 from streampack.packs.batch_type import BatchT
@@ -48,6 +49,11 @@ class Step(Generic[BatchT]):
     """32 hex digits that identify the step's samples, equal on all ranks, meshes and restarts."""
     chain: str
     """32 hex digits that identify this step and all steps before."""
+    stage: str = "0"
+    """The stage of the run to which the step belongs: its name, or its number if it has none. Each change of the rules
+    begins a stage; "0" is the begin of the run."""
+    rules: Rules | None = dataclass_field(default=None, repr=False, compare=False)
+    """The rules by which the step was planned; None for a step that was not made by a loader."""
     regrouping: Regrouping | None = dataclass_field(default=None, repr=False, compare=False)
     """Settings for ``regroup``; internal."""
     reporting: Callable[[Step[Any], Mapping[str, Any], str], None] | None = dataclass_field(
@@ -110,6 +116,17 @@ class Step(Generic[BatchT]):
             raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
         packs = tuple(self.regrouping.read(batch) for batch in uncounted(self.packs))
         return self.regrouping.regroup(packs, budget, min_packs)
+
+    @property
+    def budget(self) -> int:
+        """Most tokens of a pack in this step, padding included; packs of ``shape: fixed`` have as many.
+
+        Raises:
+            UserError: The step was not made by a loader.
+        """
+        if self.rules is None:
+            raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
+        return self.rules.budget
 
     @property
     def sample_ids(self) -> I64:

@@ -48,6 +48,7 @@ from streampack.core.protocol.trainer_messages import (
     Brought,
     Commit,
     Committed,
+    EndForMesh,
     Fenced,
     Mixture,
     Probe,
@@ -104,7 +105,9 @@ def messages() -> list[Envelope]:
         ReportValues(feed="train", number=1, lineage=0, step=0, attempt=(7, 1), part=0, parts=1, names=("reward",),
                      streams_u32=bytes(4), indices_u64=bytes(8), parts_u32=bytes(4)),
         AskResults(feed="train", number=1, cursor=3), Results(feed="train", number=1, cursor=3),
-        ProducerPing(producer="x"), Probe(feed="train"), AskSnapshot(feed="train", digest=b"d"),
+        ProducerPing(producer="x"), Probe(feed="train"),
+        EndForMesh(feed="train", lineage=0, num_steps=4, chain=b"c", name="long", detail="dp=3"),
+        AskSnapshot(feed="train", digest=b"d"),
         *([state] if isinstance(state, State) else []),
     ]  # fmt: skip
     if isinstance(state, State) and state.snapshot is not None:

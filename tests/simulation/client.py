@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Event, Unsent
@@ -50,6 +52,7 @@ class ClientProcess(Process):
             run=0, feed=job.feed, reader=name, host="host" if self.host is None else self.host.name, pid=1, mesh=mesh,
             prefetch=job.prefetch, next_step=begin.step, chain=begin.chain, iteration=begin.iteration,
             snapshot=begin.snapshot, ready=not job.world.claims_first, variable_lengths=mesh.pp > 1,
+            knows_stages=True if job.case.rules.stages else UNSET,  # other runs have the bytes of earlier versions
         )  # fmt: skip
         route = None
         if relays is not None and self.host is not None and self.host.has_relay:

@@ -19,6 +19,7 @@ from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mes
 from streampack.core.deal.deal_kernels import lay_out
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dynamic_batches import PaddedFigures
+from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.layout.boundaries import Contents
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
@@ -101,6 +102,14 @@ class StepDealer(ABC):
 
     def __init__(self, rules: Rules, table: SampleTable, figures: DealtFigures) -> None:
         self.rules, self._table, self.figures = rules, table, figures
+        self._refusals: dict[tuple[tuple[int, ...], int], str] = {}
+
+    def refusal(self, mesh: Mesh, layout: str, step: int) -> str:
+        """Return the reason that the rules cannot serve ``mesh`` at ``step``; empty if they can."""
+        key = mesh.sizes, self.rules.packs_unit_from(step)
+        if key not in self._refusals:
+            self._refusals[key] = mesh_refusal(mesh, self.rules, layout, step=step)
+        return self._refusals[key]
 
     def deal(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> DealtStep:
         """Deal a step on ``mesh``; ``is_first`` tells if the step is dealt for the first time."""

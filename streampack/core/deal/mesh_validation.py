@@ -6,13 +6,17 @@ from streampack.core.deal.assignment import packs_of_mesh
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 
+AFTER_RAMPS = 1 << 62
+"""A step at which nothing grows any more."""
 
-def mesh_refusal(mesh: Mesh, rules: Rules, layout: str, variable_lengths: bool = True) -> str:
+
+def mesh_refusal(mesh: Mesh, rules: Rules, layout: str, variable_lengths: bool = True, step: int = 0) -> str:
     """Return an error text if these rules cannot serve ``mesh``, with the values that clash; empty if they can.
 
-    ``variable_lengths``: the pipeline's stages exchange micro-batches of any shape.
+    ``variable_lengths``: the pipeline's stages exchange micro-batches of any shape. ``step``: the first step that the
+    mesh reads; the packs of earlier steps may have been fewer.
     """
-    if wrong := batch_refusal(mesh, rules) or _packs_refusal(mesh, rules) or _cut_refusal(mesh, rules, layout):
+    if wrong := batch_refusal(mesh, rules) or _packs_refusal(mesh, rules, step) or _cut_refusal(mesh, rules, layout):
         return wrong
     if rules.padded and mesh.pp > 1 and not variable_lengths:
         return (
@@ -23,15 +27,15 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str, variable_lengths: bool =
     return ""
 
 
-def _packs_refusal(mesh: Mesh, rules: Rules) -> str:
-    """Return an error text if the data-parallel ranks cannot share the packs of a step; empty if they can."""
-    packs = rules.packs_unit
+def _packs_refusal(mesh: Mesh, rules: Rules, step: int) -> str:
+    """Return an error text if the data-parallel ranks cannot share the packs of ``step``, or of a later step."""
+    packs = rules.packs_unit_from(step)
     if rules.batch is None and packs % mesh.dp:
         divisors = ", ".join(str(d) for d in range(1, min(packs, 512) + 1) if packs % d == 0)
-        return (
-            f"got dp={mesh.dp}, expected a divisor of the {packs} packs of a step "
-            f"({divisors}). Change the mesh or `rules.step.packs`"
-        )
+        of = f"{packs} packs of a step"
+        if packs != rules.packs:
+            of = f"{packs} packs by which steps grow to {rules.packs}"
+        return f"got dp={mesh.dp}, expected a divisor of the {of} ({divisors}). Change the mesh or `rules.step.packs`"
     return ""
 
 

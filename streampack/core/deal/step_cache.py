@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from msgspec.structs import asdict
+from msgspec import UNSET, UnsetType
+from msgspec.structs import asdict, replace
 
 from streampack.core.columns.step_columns import fields_of
 from streampack.core.deal.deal_stats import DealtFigures
@@ -26,7 +27,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.relay_messages import NodePart
-from streampack.core.protocol.step_part import StepPart
+from streampack.core.protocol.step_part import StepPart, StepStage
 
 PART_BYTES = 2 << 20
 """Bytes of payload in one message, about; a larger step is sent as several messages, its parts."""
@@ -40,6 +41,7 @@ class _Kept:
 
     step: PlannedStep
     dealer: StepDealer
+    stage: StepStage | UnsetType
     skipped: bool = False
     dealt: DealtStep | None = None
 
@@ -60,14 +62,30 @@ class KeptSteps:
         self.lineage = 0
         self.figures = DealtFigures()
         self._dealer = dealer_of(rules, table, self.figures)
+        self._first = _without_streams(rules)
 
     def add(self, step: PlannedStep, skipped: bool = False) -> None:
         """Keep a step; if the step is ``skipped``, readers get its digests and no packs."""
         if step.rules is not self._dealer.rules:
             self._dealer = dealer_of(step.rules, self._table, self.figures)
-        self._steps[step.number] = _Kept(step, self._dealer, skipped)
+        self._steps[step.number] = _Kept(step, self._dealer, self._stage_of(step), skipped)
         if skipped:
             self.figures.skip(step.packs)
+
+    def _stage_of(self, step: PlannedStep) -> StepStage | UnsetType:
+        """Return the stage of a step, as messages have it."""
+        if not step.stage.number:
+            return UNSET
+        rules = _without_streams(step.rules)
+        return StepStage(step.stage.number, step.stage.name, UNSET if rules == self._first else rules)
+
+    def stage_of(self, number: int) -> StepStage | UnsetType:
+        """Return the stage of a kept step; UNSET for the first stage."""
+        return self._steps[number].stage
+
+    def has(self, number: int) -> bool:
+        """Return whether a step is kept."""
+        return number in self._steps
 
     def skip(self, first: int, last: int) -> None:
         """Mark the steps ``first`` to ``last`` as skipped; from now on readers get no packs of these steps."""
@@ -102,7 +120,7 @@ class KeptSteps:
         """
         kept = self._steps[number]
         if kept.skipped:
-            yield self._skipped_part(kept.step, request), NOTHING
+            yield self._skipped_part(kept, request), NOTHING
             return
         dealt, frames = self._deal(kept, mesh), frames_for(self._rules.all_fields, mesh, self._layout)
         per_rank, most = dealt.each, self._most(kept, mesh)
@@ -110,7 +128,7 @@ class KeptSteps:
         for part in range(begin if begin < parts else 0, parts):
             first = part * most
             spans = [(own + first, own + min(first + most, per_rank))]
-            yield self._part(kept.step, dealt, spans, part, parts, first, frames, request)
+            yield self._part(kept, dealt, spans, part, parts, first, frames, request)
 
     def node_parts(
         self, number: int, node: NodeRanks, begin: int = 0, request: int = 0
@@ -122,7 +140,7 @@ class KeptSteps:
         """
         kept, ranks = self._steps[number], node.dp_ranks
         if kept.skipped:
-            yield _for_node(self._skipped_part(kept.step, request), node, ranks, 0, 1), NOTHING
+            yield _for_node(self._skipped_part(kept, request), node, ranks, 0, 1), NOTHING
             return
         dealt = self._deal(kept, node.mesh)
         per_rank, most = dealt.each, self._most(kept, node.mesh)
@@ -135,12 +153,12 @@ class KeptSteps:
             first = rank_part * most
             stop = min(first + most, per_rank)
             spans = [(rank * per_rank + first, rank * per_rank + stop) for rank in groups[group]]
-            plan, packs = self._part(kept.step, dealt, spans, part, parts, first, node.frames, request)
+            plan, packs = self._part(kept, dealt, spans, part, parts, first, node.frames, request)
             yield _for_node(plan, node, groups[group], rank_part, rank_parts), packs
 
     def _part(
         self,
-        step: PlannedStep,
+        kept: _Kept,
         dealt: DealtStep,
         spans: list[tuple[int, int]],
         part: int,
@@ -152,21 +170,22 @@ class KeptSteps:
         """Return the message with the packs [a, b) of each span, and the packs."""
         columns, packs = dealt.cut(spans)
         plan = StepPart(
-            **self._head(step, request), part=part, parts=parts, first=first, micro_batches=dealt.each, frames=frames,
+            **self._head(kept, request), part=part, parts=parts, first=first, micro_batches=dealt.each, frames=frames,
             **fields_of(columns),
         )  # fmt: skip
         return plan, packs
 
-    def _skipped_part(self, step: PlannedStep, request: int) -> StepPart:
+    def _skipped_part(self, kept: _Kept, request: int) -> StepPart:
         """Return the message of a skipped step, which has no packs."""
-        return StepPart(**self._head(step, request), part=0, parts=1, first=0, micro_batches=0, frames=[])
+        return StepPart(**self._head(kept, request), part=0, parts=1, first=0, micro_batches=0, frames=[])
 
-    def _head(self, step: PlannedStep, request: int) -> dict[str, Any]:
+    def _head(self, kept: _Kept, request: int) -> dict[str, Any]:
         """Return what all messages of a step say of it."""
+        step = kept.step
         return {
             "feed": self._feed, "lineage": self.lineage, "step": step.number, "digest": step.digest,
             "chain": step.chain, "num_loss_tokens": step.num_loss_tokens, "num_samples": step.num_samples,
-            "request": request,
+            "request": request, "stage": kept.stage,
         }  # fmt: skip
 
     def _token_bytes(self, frames: list[str]) -> tuple[int, int]:
@@ -209,8 +228,13 @@ class KeptSteps:
         ids = {"streams_u32": "<u4", "indices_u64": "<u8", "parts_u32": "<u4"}
         return np.stack([np.frombuffer(columns[name], kind).astype(np.int64) for name, kind in ids.items()], axis=1)
 
+    def refusal(self, number: int, mesh: Mesh) -> str:
+        """Return the reason that the rules of a step cannot serve ``mesh``; empty if they can."""
+        kept = self._steps[number]
+        return "" if kept.skipped else kept.dealer.refusal(mesh, self._layout, number)
+
     def unfit(self, number: int, mesh: Mesh) -> str:
-        """Return the reason that a step cannot be served on ``mesh``; empty if it can.
+        """Return the reason that the batch of a step cannot be served on ``mesh``; empty if it can.
 
         If the rules have ``empty: error``, every rank must get a sample.
         """
@@ -234,6 +258,11 @@ class KeptSteps:
         if kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
             kept.dealt = kept.dealer.deal(kept.step, mesh, kept.dealt is None)
         return kept.dealt
+
+
+def _without_streams(rules: Rules) -> Rules:
+    """Return the rules by which packs are built: without streams, and without the stages that follow."""
+    return replace(rules, streams=(), weights_ramp=None, stages=())
 
 
 def _for_node(

@@ -11,6 +11,8 @@ checkpoint. A new iteration of a finite feed goes to step 0, which needs no snap
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -250,6 +252,10 @@ class Feed:
         return effects
 
     # Going to a step
+
+    def all_rules(self) -> Sequence[Rules]:
+        """Return the rules at the begin of the run, and after each change that took effect or is to come."""
+        return self.planner.live.every()
 
     def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
         """Return why the feed cannot go to ``step`` with a snapshot, as (error code, error text); None if it can."""

@@ -18,6 +18,7 @@ quota from the memory of merged samples. It pauses until its change takes effect
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 from msgspec import UNSET
@@ -41,6 +42,7 @@ from streampack.core.model.rule_changes import (
     apply_change,
 )
 from streampack.core.model.rules import Rules, RulesChange, StreamRules
+from streampack.core.model.steps import FIRST_STAGE, BegunStage
 from streampack.core.protocol.effects import Release
 from streampack.core.protocol.events import Effect, Report
 
@@ -81,6 +83,17 @@ class LiveRules:
     def after(self, count: int) -> Rules:
         """Return the rules after the first ``count`` changes."""
         return self._history.changes[count - 1].rules if count else self._rules
+
+    def every(self) -> list[Rules]:
+        """Return the rules at the begin of the run, and after each change that took effect or waits."""
+        every, pending = [self.after(count) for count in range(len(self._history.changes) + 1)], self._history.pending
+        with suppress(ValueError):  # of a change that is not possible any more, and will not take effect
+            every += self._all(pending, self._streams)[1:] if pending else []
+        return every
+
+    def stage(self, count: int) -> BegunStage:
+        """Return the stage that begins with the last of the first ``count`` changes."""
+        return BegunStage(count, self._history.changes[count - 1].name or "") if count else FIRST_STAGE
 
     def is_strict(self, next_step: int) -> bool:
         """Return True if the merge must not read on as fast as producers send.
@@ -328,7 +341,7 @@ class LiveRules:
                 break
             change = RulesChange(
                 step=next_step, position=merge.position, rules=rules, note=due.note or f"stage {due.name}", id=due.id,
-                merged=merge.merged_samples.tolist(),
+                merged=merge.merged_samples.tolist(), name=_name_of(due.ask) or UNSET,
             )  # fmt: skip
             effects += self._recorder.record_change(change)
             effects += self._follow(change, next_step)
@@ -364,6 +377,11 @@ class LiveRules:
         more = (replace(stream, paused=True) for stream in streams[len(rules.streams) : upto])
         every = (replace(s, paused=False) if s.name in names else s for s in (*rules.streams, *more))
         return replace(rules, streams=tuple(every), stages=())
+
+
+def _name_of(ask: Difference) -> str:
+    """Return the name of a stage; empty for other changes."""
+    return ask.name if isinstance(ask, Stage) else ""
 
 
 def _order(change: Scheduled) -> tuple[int, int]:

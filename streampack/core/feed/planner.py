@@ -150,7 +150,7 @@ class Planner:
         if self._followed < live.applied and not self.has_begun:
             rules = live.current
             if former.fits(rules):
-                former.change(rules)
+                former.change(rules, live.stage(live.applied))
                 self._followed = live.applied
         return effects + (self._read_again() if is_cut_anew else [])
 
@@ -318,7 +318,8 @@ class Planner:
         """Forget all samples and pending packs, and return the handles of the samples, int64 [n]."""
         handles = np.concatenate([self._drop_waiting(), self.former.held()])
         self.merge.restart(self.live.current, awaits_state=True)
-        self.former, self.displacements = Former(self.former.rules, self._table), Displacements(self._table)
+        former = Former(self.former.rules, self._table, self.former.stage)
+        self.former, self.displacements = former, Displacements(self._table)
         self.forming, self.ended, self.blocked, self.overlong = None, False, None, ""
         self._since_snapshot = 0
         return handles
@@ -329,7 +330,8 @@ class Planner:
         step = taken.step if taken is not None else 0
         merge = self.live.restart(applied, step)
         self._followed = applied if taken is None or taken.followed is UNSET else taken.followed
-        self.former = Former(self.live.after(self._followed), self._table)
+        live, followed = self.live, self._followed
+        self.former = Former(live.after(followed), self._table, live.stage(followed))
         self.former.strict = self.live.is_strict(step)
         floors: list[Floor] = [(0, None)] * len(merge.merged_samples) if taken is None else taken.floors
         if taken is not None:

@@ -39,7 +39,16 @@ from streampack.core.model.items import item_sizes, num_whole
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import EXTRAS, I64, PACK, ROW, SampleTable
 from streampack.core.model.snapshot import FormState
-from streampack.core.model.steps import FIRST_CHAIN, PlannedPacks, PlannedStep, chain_digest, digests_of, step_digest
+from streampack.core.model.steps import (
+    FIRST_CHAIN,
+    FIRST_STAGE,
+    BegunStage,
+    PlannedPacks,
+    PlannedStep,
+    chain_digest,
+    digests_of,
+    step_digest,
+)
 from streampack.core.packers.packer import NO_EXTRA, Choice, Extra, Limited, Packer
 from streampack.core.trees.table_trees import cut_off
 from streampack.errors import InternalError
@@ -93,8 +102,8 @@ class Former:
     Samples outside packs are grouped into items; an item is one sample, or a group that is kept in one pack.
     """
 
-    def __init__(self, rules: Rules, table: SampleTable) -> None:
-        self._rules = rules
+    def __init__(self, rules: Rules, table: SampleTable, stage: BegunStage = FIRST_STAGE) -> None:
+        self._rules, self.stage = rules, stage
         self._table = table
         self._packer = rules.new_packer()
         self.waits = Waits(self._packer, rules.packs if rules.batch is None else None)
@@ -212,9 +221,9 @@ class Former:
         ends = np.flatnonzero(self._table.keep[pending] != PACK)
         return np.concatenate([pending, self._handles]), np.concatenate([np.diff(ends, prepend=-1), self._sizes])
 
-    def change(self, rules: Rules) -> None:
-        """Form the next steps by ``rules``; not within a step. Packs of other rules are taken apart, oldest first."""
-        old, self._rules = self._rules, rules
+    def change(self, rules: Rules, stage: BegunStage = FIRST_STAGE) -> None:
+        """Form the next steps by ``rules``, in ``stage``; not within a step. Take packs of other rules apart."""
+        old, self._rules, self.stage = self._rules, rules, stage
         if any(getattr(old, key) != getattr(rules, key) for key in REPACKING):
             self._gather()
             pending, (handles, sizes) = self._pending, self._held_items()
@@ -480,7 +489,7 @@ class Former:
         loss, samples = int(packs.loss_tokens.sum()), len(packs.handles)
         digest = step_digest(self.next_step, loss, samples, packs.digests)
         self.chain = chain_digest(self.chain, digest)
-        step = PlannedStep(self.next_step, packs, loss, samples, digest, self.chain, self._rules)
+        step = PlannedStep(self.next_step, packs, loss, samples, digest, self.chain, self._rules, self.stage)
         if self.strict or self._rules.window == "auto":
             items = self._num_items(packs)
             if self._rules.batch is None:

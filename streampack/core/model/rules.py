@@ -313,6 +313,10 @@ class Rules(
         """The most packs of a step."""
         return self.packs if self.packs_ramp is None else max(self.packs, self.packs_ramp.init)
 
+    def packs_unit_from(self, step: int) -> int:
+        """Return a number of which the packs of ``step``, and of each later step, are multiples."""
+        return self.packs if self.packs_at(step) == self.packs else self.packs_unit
+
     def shares_at(self, step: int) -> tuple[float, ...]:
         """Return the weight of each stream that the merge uses at ``step``; 0 for streams that give nothing.
 
@@ -431,6 +435,7 @@ class RulesChange(Struct, frozen=True, kw_only=True):
         note: Description of the change.
         id: Number of the ``Scheduled`` change.
         merged: Samples of each partition that were merged before; UNSET in older records.
+        name: Name of the stage, if the change is one that has a name.
     """
 
     step: int
@@ -439,6 +444,7 @@ class RulesChange(Struct, frozen=True, kw_only=True):
     note: str = ""
     id: int | UnsetType = UNSET
     merged: list[int] | UnsetType = UNSET
+    name: str | UnsetType = UNSET
 
 
 def as_recorded(rules: Rules, recorded: Rules) -> Rules:

@@ -28,6 +28,21 @@ IDENTITY = np.dtype(
 """The values of each sample that a pack's digest covers."""
 
 
+class BegunStage(Struct, frozen=True):
+    """A stage that has begun, by its number and name.
+
+    Attributes:
+        number: Number of the changes of the rules that hold; 0 at the begin of the run.
+        name: Name of the last of these changes; empty if it has none.
+    """
+
+    number: int = 0
+    name: str = ""
+
+
+FIRST_STAGE = BegunStage()
+
+
 def pack_digests(
     rows: NDArray[np.void], bounds: I64, shares: bytes | UnsetType = msgspec.UNSET
 ) -> list[bytes]:  # fmt: skip
@@ -179,3 +194,5 @@ class PlannedStep(Struct, frozen=True, eq=False):
     """Digest of this step and all steps before it."""
     rules: Rules
     """The rules under which the step was formed."""
+    stage: BegunStage = FIRST_STAGE
+    """The stage to which the step belongs."""

@@ -6,16 +6,34 @@ from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from streampack.core.columns.step_columns import OptionalColumns
-from streampack.core.model.bounded import Name, Small
+from streampack.core.model.bounded import Name, Small, Text
 from streampack.core.model.fields import MAX_FIELDS
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import check_widths
 from streampack.core.model.snapshot import Count
 from streampack.core.protocol.message import FeedMessage
+
+
+class StepStage(Struct, frozen=True, omit_defaults=True):
+    """The stage of a step, if it is not the first stage of the run.
+
+    Attributes:
+        number, name: Number and name of the stage; the name may be empty.
+        rules: The rules of the step without streams, if packs are built in another way than by the run's first rules.
+    """
+
+    number: Count
+    name: Text = ""
+    rules: Rules | UnsetType = UNSET
+
+    @property
+    def text(self) -> str:
+        """The name of the stage, or its number."""
+        return self.name or str(self.number)
 
 
 class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so OptionalColumns come last
@@ -47,6 +65,7 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
             one more of padding.
         request: Number of the Get that this part answers. Parts of one request come in order, so a part before its
             turn shows that others are lost.
+        stage: The stage of the step; UNSET for the first. Each part has it, so that it can be read alone.
     """
 
     TYPE: ClassVar[int] = 31
@@ -71,6 +90,11 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
     widths_u32: bytes = b""
     rows_u32: bytes = b""
     request: Count = msgspec.field(default=0, name="resend")
+    stage: StepStage | UnsetType = UNSET
+
+    def rules_of(self, first: Rules) -> Rules:
+        """Return the rules by which the packs are built; ``first`` are the run's first rules."""
+        return first if self.stage is UNSET or self.stage.rules is UNSET else self.stage.rules
 
     def widths(self, rules: Rules) -> I64:
         """Return T of each pack, int64 [p]; raise ValueError for a width that the rules do not allow."""

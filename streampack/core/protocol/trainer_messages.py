@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from streampack.core.model.bounded import Digest, Host, Name, PingS, Small, Text
 from streampack.core.model.mesh import Mesh, ReadBy
@@ -52,6 +52,8 @@ class Attach(ReaderMessage, frozen=True, kw_only=True):
         starvation: The reader's data wait so far, by cause.
         route_changes: Times that the reader has changed between its relay and the broker itself, or to another
             address. The broker ignores an ``Attach`` with a lower number than before.
+        knows_stages: True if the client builds each step by the rules of the step (``StepPart.stage``). Versions before
+            0.2 do not know the field; a relay of such a version drops it.
     """
 
     TYPE: ClassVar[int] = 20
@@ -70,6 +72,7 @@ class Attach(ReaderMessage, frozen=True, kw_only=True):
     variable_lengths: bool = False
     starvation: Starvation | None = None
     route_changes: Count = msgspec.field(default=0, name="path")
+    knows_stages: bool | UnsetType = UNSET
 
     def forbidden_by(self, rights: Rights) -> str:
         """Return an error text if a key may not read the feed as this rank."""
@@ -209,6 +212,17 @@ class End(FeedMessage, frozen=True, kw_only=True):
     request: Count = msgspec.field(default=0, name="resend")
 
 
+class EndForMesh(End, frozen=True, kw_only=True):
+    """The reader's mesh gets no step from ``num_steps`` on, since it does not fit the rules of that step.
+
+    ``name`` is the name of the step's stage, or its number, and ``detail`` says which mesh would fit.
+    """
+
+    TYPE: ClassVar[int] = 46
+    name: Text
+    detail: Text
+
+
 class Probe(FeedMessage, frozen=True, kw_only=True):
     """Another process claims this reader's rank. A reader that is alive answers with a ping at once."""
 
@@ -298,8 +312,8 @@ class Fenced(FeedMessage, frozen=True, kw_only=True):
 
 
 TRAINER_MESSAGES: tuple[type[Message], ...] = (
-    Attach, Get, ReaderPing, AskState, Commit, Brought, AskMixture, Attached, StepPart, Wait, End, State, Committed,
-    Mixture, Fenced, Probe, AskSnapshot,
+    Attach, Get, ReaderPing, AskState, Commit, Brought, AskMixture, Attached, StepPart, Wait, End, EndForMesh, State,
+    Committed, Mixture, Fenced, Probe, AskSnapshot,
 )  # fmt: skip
 FROM_READERS = tuple(kind for kind in TRAINER_MESSAGES if issubclass(kind, ReaderMessage))
 TO_READERS = tuple(kind for kind in TRAINER_MESSAGES if not issubclass(kind, ReaderMessage))

@@ -10,8 +10,10 @@ from streampack.core.serve.attempts import AttemptCoordinator, Departure, diverg
 from streampack.core.serve.rank_reader import Reader, ReaderLink
 from streampack.core.serve.rank_registry import MOST_CLAIMS, RankRegistry, refusal
 from streampack.core.serve.receivers import Receivers
+from streampack.core.serve.served_steps import ServedSteps
 from streampack.core.serve.snapshot_requests import TOO_MANY, SnapshotRequests
 from streampack.core.serve.step_source import StepSource
+from streampack.errors import StageEnds
 
 
 class Attaching:
@@ -19,11 +21,11 @@ class Attaching:
 
     def __init__(
         self, link: ReaderLink, rules: Rules, layout: str, max_readers: int, registry: RankRegistry,
-        receivers: Receivers, attempts: AttemptCoordinator, source: StepSource,
+        receivers: Receivers, attempts: AttemptCoordinator, source: StepSource, steps: ServedSteps,
     ) -> None:  # fmt: skip
         self._link, self._feed, self._rules, self._layout = link, link.feed, rules, layout
         self._max_readers, self._registry, self._receivers = max_readers, registry, receivers
-        self._attempts, self._source = attempts, source
+        self._attempts, self._source, self._steps = attempts, source, steps
         self.snapshots = SnapshotRequests(registry)
 
     def attach(self, message: Attach, peer: bytes) -> list[Effect]:
@@ -34,8 +36,9 @@ class Attaching:
         reader = self._registry.named(message.reader)
         if reader is not None and (reader.mesh, reader.readers) == (message.mesh, message.readers):
             return self._attach_again(reader, peer, message)
-        if unfit := refusal(message, self._rules, self._layout):
-            return self._reject(peer, message, "mesh", unfit)
+        unfit = [refusal(message, rules, self._layout) for rules in self._source.all_rules()]
+        if all(unfit):
+            return self._reject(peer, message, "mesh", unfit[0])
         effects: list[Effect] = []
         if reader is None:
             if self._is_full(message):
@@ -73,7 +76,12 @@ class Attaching:
         """Return why a reader cannot begin at its step, as (error code, error text); None if it can."""
         if self.snapshots.misses(message):
             return ("snapshot", TOO_MANY) if self.snapshots.is_full(message.snapshot_digest) else None
-        return self._source.unfit(message.next_step, self.snapshots.of(message)) if message.ready else None
+        if not message.ready:
+            return None
+        end = self._steps.end_for(message.next_step, message.mesh)
+        if end is not None and message.going_on < 0:  # one that goes on gets the end, and may still save
+            return "mesh", str(StageEnds(end.num_steps, end.name, end.detail))
+        return self._source.unfit(message.next_step, self.snapshots.of(message))
 
     def _free(self, peer: bytes) -> list[Effect]:
         """Remove the reader that had the connection ``peer`` before, if there is one."""
@@ -87,6 +95,7 @@ class Attaching:
         reader = Reader(
             message.reader, peer, self._receivers.receiver_of(peer, message.host), f"{message.host}:{message.pid}",
             message.mesh, message.readers, now, now, route_changes=message.route_changes,
+            knows_stages=message.knows_stages is True,
         )  # fmt: skip
         reader.starvation = message.starvation  # counted since the process began, also with earlier brokers
         if before is not None:  # the rank's counts go on
@@ -124,7 +133,7 @@ class Attaching:
         earlier = message.iteration < reader.iteration or message.route_changes < reader.route_changes
         if earlier or (reader.ready and not message.ready):
             return []
-        reader.route_changes = message.route_changes
+        reader.route_changes, reader.knows_stages = message.route_changes, message.knows_stages is True
         effects: list[Effect] = []
         if self._registry.at(peer) is not reader:
             effects += self._free(peer)

@@ -127,6 +127,7 @@ class Reader:
         probed: Time of the last ``Probe``.
         stats: The client's metrics.
         starvation: Its data wait, by cause.
+        knows_stages: True if it builds each step by the step's own rules.
         went_silent: True if it has lost its rank by its silence, so that it may come back.
     """
 
@@ -152,6 +153,7 @@ class Reader:
     stats: dict[str, float] = field(default_factory=dict)
     starvation: Starvation | None = None
     went_silent: bool = False
+    knows_stages: bool = False
 
     def __post_init__(self) -> None:
         self.phases = Phases(f"reader {self.where} of rank {self.mesh}", READER_PHASES, ReaderPhase.ATTACHING)

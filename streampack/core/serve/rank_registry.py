@@ -18,7 +18,7 @@ from math import prod
 
 from msgspec.structs import replace
 
-from streampack.core.deal.mesh_validation import mesh_refusal
+from streampack.core.deal.mesh_validation import AFTER_RAMPS, mesh_refusal
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.trainer_messages import Attach
@@ -225,7 +225,7 @@ def refusal(message: Attach, rules: Rules, layout: str) -> str:
     mesh = message.mesh
     if prod(mesh.sizes) > MAX_RANKS:
         return f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
-    if unfit := mesh_refusal(mesh, rules, layout, message.variable_lengths):
+    if unfit := mesh_refusal(mesh, rules, layout, message.variable_lengths, AFTER_RAMPS):
         return unfit
     try:
         tp, pp = message.readers.ranks(mesh)

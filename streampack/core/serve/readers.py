@@ -70,7 +70,7 @@ class Readers:
         self.sender = sender = StepSender(link, rules, layout, registry, steps, receivers, source)
         self.attempts = AttemptCoordinator(link, rules, layout, registry, steps, receivers, sender, source)
         self.attaching = Attaching(
-            link, rules, layout, max_readers, registry, receivers, self.attempts, source
+            link, rules, layout, max_readers, registry, receivers, self.attempts, source, steps
         )  # fmt: skip
         self.questions = CheckpointQuestions(link, registry, source)
         self._told = 0.0

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.step_cache import KeptSteps
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Release
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.trainer_messages import End
+from streampack.core.protocol.trainer_messages import End, EndForMesh
 from streampack.core.serve.progress import Progress
 from streampack.core.serve.rank_reader import Ranks, Reader, Receiver
 from streampack.core.serve.rank_registry import RankRegistry, rank_name
@@ -82,6 +85,19 @@ class ServedSteps:
         """Keep the next step for readers, which get only its digests if it is ``skipped``."""
         self.kept.add(step, skipped)
         self.formed_upto = step.number + 1
+
+    def end_for(self, number: int, mesh: Mesh) -> EndForMesh | None:
+        """Return the message that ``mesh`` gets no step from ``number`` on; None if it fits the step's rules.
+
+        None as well if the step is not kept.
+        """
+        if not self.kept.has(number) or not (why := self.kept.refusal(number, mesh)):
+            return None
+        stage, chain = self.kept.stage_of(number), self.chain_of(number)
+        return EndForMesh(
+            feed=self._feed, lineage=self.kept.lineage, num_steps=number, chain=chain,
+            name="0" if stage is UNSET else stage.text, detail=why[:2000],
+        )  # fmt: skip
 
     def finish(self, num_steps: int, chain: bytes) -> None:
         """End the iteration after ``num_steps`` steps; ``chain`` is the digest of all these steps."""

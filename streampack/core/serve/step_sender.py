@@ -6,6 +6,7 @@ A part is sent again only if a request proves that it was lost (``deal.part_flow
 
 from __future__ import annotations
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from streampack.core.model.mesh import Mesh
@@ -127,8 +128,8 @@ class StepSender:
         effects: list[Effect] = []
         mesh = receiver.mesh
         while (number := max(flow.sent_upto, steps.released_upto)) < min(flow.want_stop, steps.formed_upto):
-            if unfit := steps.kept.unfit(number, mesh):
-                return effects + self._send_all(receiver, Reject(code="too_few", detail=unfit))
+            if refused := self._refuse(receiver, number):
+                return effects + refused
             effects += self._send_parts(receiver, mesh, number)
             if flow.sent_upto <= number:
                 return effects
@@ -137,6 +138,25 @@ class StepSender:
         elif steps.draining and flow.sent_upto >= steps.formed_upto:
             effects += self._send_all(receiver, Bye(reason="the broker is stopping"))
         return effects
+
+    def _refuse(self, receiver: Receiver, number: int) -> list[Effect]:
+        """Return the messages to a receiver that cannot have step ``number``; none if it can."""
+        mesh, steps = receiver.mesh, self._steps
+        end, stage = steps.end_for(number, mesh), steps.kept.stage_of(number)
+        if end is not None or (stage is not UNSET and stage.rules is not UNSET):
+            old = [reader for reader in receiver.readers.values() if not reader.knows_stages]
+            if old:
+                why = (
+                    f"step {number} has other rules than the first steps of this run, which versions of streampack "
+                    f"before 0.2 cannot read. Install version 0.2 or later for this trainer, and for the relay of its "
+                    f"host"
+                )
+                return [e for reader in old for e in self._link.send(reader, Reject(code="version", detail=why))]
+        if end is not None:
+            return self._send_end(receiver, end)
+        if unfit := steps.kept.unfit(number, mesh):
+            return self._send_all(receiver, Reject(code="too_few", detail=unfit))
+        return []
 
     def _send_all(self, receiver: Receiver, message: Message) -> list[Effect]:
         """Send a message to every reader of a receiver."""
@@ -173,7 +193,7 @@ class StepSender:
         return effects
 
     def _send_end(self, receiver: Receiver, end: End) -> list[Effect]:
-        """Tell a receiver that the feed has ended."""
+        """Tell a receiver that the feed has ended, or ends for its mesh."""
         return self._link.send_to(receiver, replace(end, request=receiver.flow.request))
 
     def wait_for_step(self, receiver: Receiver) -> list[Effect]:

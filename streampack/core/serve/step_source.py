@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from streampack.core.model.rules import Rules
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.trainer_messages import MixedStream, State
@@ -15,6 +17,9 @@ class StepSource(Protocol):
 
     def waiting_for(self) -> Missing:
         """Return the cause of the wait for the next step."""
+
+    def all_rules(self) -> Sequence[Rules]:
+        """Return the rules at the begin of the run, and after each change that took effect or is to come."""
 
     def unfit(self, step: int, snapshot: Snapshot | None, /) -> tuple[str, str] | None:
         """Return why the feed cannot go to ``step`` with a snapshot, as (error code, error text); None if it can."""

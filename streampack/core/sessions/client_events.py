@@ -5,7 +5,7 @@ from __future__ import annotations
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.trainer_messages import Attached, Question, ReaderAnswer
+from streampack.core.protocol.trainer_messages import Attached, EndForMesh, Question, ReaderAnswer
 
 
 class Returned(Event, frozen=True):
@@ -57,17 +57,24 @@ class Detach(Event, frozen=True):
 
 
 class Deliver(Effect, frozen=True):
-    """Give the trainer a whole step: its ``parts`` in order, with payloads; ``attached`` has the rules for decoding."""
+    """Give the trainer a whole step: its ``parts`` in order, with payloads.
+
+    ``attached`` has the rules for decoding, unless the parts bring others (``StepPart.rules_of``).
+    """
 
     parts: tuple[Envelope, ...]
     attached: Attached
 
 
 class Ended(Effect, frozen=True):
-    """Tell the trainer that the feed has ended after ``num_steps`` steps; ``chain`` is their digest."""
+    """Tell the trainer that the feed has ended after ``num_steps`` steps; ``chain`` is their digest.
+
+    ``for_mesh`` is the broker's message if the feed goes on, but not for this mesh.
+    """
 
     num_steps: int
     chain: bytes
+    for_mesh: EndForMesh | None = None
 
 
 class Answered(Effect, frozen=True):

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
 
+from msgspec import UnsetType
+
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.phases import Phases
 from streampack.core.model.snapshot import Snapshot
@@ -37,6 +39,7 @@ from streampack.core.protocol.trainer_messages import (
     Attached,
     Brought,
     End,
+    EndForMesh,
     Fenced,
     Get,
     Probe,
@@ -88,6 +91,7 @@ class ClientSession:
         ready: False if the first step is not known yet, and comes with ``Begin``.
         lineage, snapshot: Lineage and snapshot of the checkpoint at which the session begins.
         attached: The broker's answer, with the rules to read steps; None before the answer.
+        knows_stages: True if the shell builds each step by the step's own rules; UNSET in versions before 0.2.
         wait: Cause of the wait for the next step, as the broker reports it.
         reached: True if the broker has answered at least once.
         route_changes: Times that the client has changed between its relay and the broker, or moved to another address.
@@ -101,6 +105,7 @@ class ClientSession:
     mesh: Mesh
     readers: ReadBy = field(default_factory=ReadBy)
     variable_lengths: bool = False
+    knows_stages: bool | UnsetType = True
     prefetch: int = 2
     next_step: InitVar[int] = 0
     chain: InitVar[bytes] = b""
@@ -128,7 +133,7 @@ class ClientSession:
     _going_on: int = -1
     """Lineage of the last ``Attached`` message since this reader began to read; -1 before that message."""
     _question: Question | None = None
-    _num_steps: int | None = None
+    _end: End | None = None
     phases: Phases[ClientPhase] = field(init=False)
     arrivals: StepArrivals = field(init=False)
 
@@ -437,20 +442,21 @@ class ClientSession:
 
     @_messages.of(End)
     def _on_end(self, message: End, envelope: Envelope) -> list[Effect]:
-        """Record the number of the feed's steps, and end the iteration if all have arrived."""
+        """Record the number of the feed's steps, or of those for this mesh; end the iteration if all have arrived."""
         if not self._reads(envelope):
             return []
-        self._num_steps = message.num_steps
+        self._end = message
         return self._end_iteration_if_complete() + self._on_sent_upto(message.request, message.num_steps)
 
     def _end_iteration_if_complete(self) -> list[Effect]:
         """Tell the trainer that the feed has ended, once all of its steps have arrived."""
-        if self._num_steps is None or self.arrivals.have_upto < self._num_steps:
+        end = self._end
+        if end is None or self.arrivals.have_upto < end.num_steps:
             return []
         if self.phase is ClientPhase.ENDED:
             return []
         self.phases.go(ClientPhase.ENDED)
-        return [Ended(self._num_steps, self.arrivals.chain)]
+        return [Ended(end.num_steps, self.arrivals.chain, end if isinstance(end, EndForMesh) else None)]
 
     @_events.of(Begin)
     def _begin_iteration(self, place: Begin) -> list[Effect]:
@@ -461,7 +467,7 @@ class ClientSession:
         self._digest = b"" if self.snapshot is None else self.snapshot.digest
         self.arrivals.begin(place.next_step, place.chain)
         self._going_on = -1
-        self._num_steps = None
+        self._end = None
         return self._reattach()
 
     # Messages to the broker
@@ -481,7 +487,7 @@ class ClientSession:
             next_step=done_upto, chain=self.arrivals.chain_of(done_upto), iteration=self.iteration,
             readers=self.readers, ready=self._begun, lineage=self.lineage, snapshot_digest=self._digest,
             going_on=self._going_on, variable_lengths=self.variable_lengths, starvation=self.starvation,
-            route_changes=self.route_changes,
+            route_changes=self.route_changes, knows_stages=self.knows_stages,
         )  # fmt: skip
         return self._send(attach)
 

@@ -44,7 +44,7 @@ class Desk:
         self.now, self.ahead, self.durable = 0.0, ahead, True
         self.brings = True
         """Processes that are asked for their snapshot send it."""
-        rules = Rules(budget=16, packs=packs)
+        rules = self.rules = Rules(budget=16, packs=packs)
         self.readers = Readers(
             Identity(1, EPOCH), "train", rules, "zigzag", SampleTable(), self
         )  # fmt: skip
@@ -58,6 +58,9 @@ class Desk:
 
     def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
         return None
+
+    def all_rules(self) -> list[Rules]:
+        return [self.rules]
 
     def knows(self, given: Snapshot) -> bool:
         return True

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from streampack.core.broker import Broker
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.keys.stage_keys import Stage
 from streampack.core.model.keys.stream_keys import Overlong
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules, StreamRules
@@ -26,9 +28,12 @@ RUN, EPOCH, BUDGET, QUOTA, MAX_SAMPLE = 9, 4, 16, 64, 32
 class Bench(Shell):
     """A broker with streams ``a`` (2 partitions) and ``b`` (1)."""
 
-    def __init__(self, *, overlong: Overlong = "error", merged: int = 0, more: Sequence[FeedPlan] = ()) -> None:
+    def __init__(
+        self, *, overlong: Overlong = "error", merged: int = 0, more: Sequence[FeedPlan] = (),
+        stages: tuple[Stage, ...] = (),
+    ) -> None:  # fmt: skip
         self.rules = Rules(
-            budget=BUDGET, packs=4, window=4,
+            budget=BUDGET, packs=4, window=4, stages=stages,
             streams=(StreamRules("a", 1.0, 2, overlong=overlong), StreamRules("b", 1.0, 1, overlong=overlong)),
         )  # fmt: skip
         plan = FeedPlan("train", self.rules, merged or needed_tokens(self.rules, MAX_SAMPLE))
@@ -78,11 +83,19 @@ def hello(name: str, *streams: str, digest: str = "same") -> Hello:
 
 
 def attach(
-    name: str, *, feed: str = "train", next_step: int = 0, chain: bytes = b"", iteration: int = 0, **mesh: int
+    name: str,
+    *,
+    feed: str = "train",
+    next_step: int = 0,
+    chain: bytes = b"",
+    iteration: int = 0,
+    knows_stages: bool | UnsetType = UNSET,
+    ready: bool = True,
+    **mesh: int,
 ) -> Attach:
     return Attach(
         feed=feed, reader=name, host=f"{name}-host", pid=1, mesh=Mesh(**mesh), next_step=next_step, chain=chain,
-        iteration=iteration,
+        iteration=iteration, knows_stages=knows_stages, ready=ready,
     )  # fmt: skip
 
 

@@ -157,7 +157,7 @@ class NodeFeed:
             return False
         self.wait = None
         step = self._steps.setdefault(part.step, _Step())
-        for pair, message, payload in split(part, envelope.payload, self.rules, self.layout):
+        for pair, message, payload in split(part, envelope.payload, part.rules_of(self.rules), self.layout):
             step.parts.setdefault(pair, {})[message.part] = message, payload
         size = sum(len(frame) for frame in envelope.payload)
         step.num_bytes += size
