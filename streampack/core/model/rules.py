@@ -466,12 +466,11 @@ def first_difference(got: Rules, expected: Rules) -> str:
 
 def _with_all_keys(value: object) -> object:
     """Return ``value`` with every Struct as a dict that has all keys, also those with default values or UNSET."""
-    if value is UNSET:
-        return None
     if isinstance(value, Struct):
-        keys = ((name, getattr(value, name)) for name in value.__struct_fields__)
-        return {name: _with_all_keys(each) for name, each in keys if each is not UNSET}
-    return [_with_all_keys(each) for each in value] if isinstance(value, tuple) else value
+        return {name: _with_all_keys(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, tuple):
+        return [_with_all_keys(each) for each in value]
+    return "left out" if value is UNSET else value
 
 
 def _find_difference(got: object, expected: object, path: str) -> str:
