@@ -409,8 +409,9 @@ class Prefetching:
         if came is first:
             return first
         if came != self._stage_rules[0]:
-            self._stage_rules = came, msgspec.structs.replace(came, streams=first.streams)
-            self._views.fit(self._stage_rules[1], attached.layout)
+            whole = msgspec.structs.replace(came, streams=first.streams)
+            self._views.fit(whole, attached.layout)
+            self._stage_rules = came, whole
         return self._stage_rules[1]
 
     def _end(self, stage_ends: tuple[int, str, str] | None) -> None:
