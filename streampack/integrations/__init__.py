@@ -7,6 +7,7 @@
 - ``trl``: AsyncGRPO of TRL.
 - ``trl_grpo``: GRPOTrainer of TRL.
 - ``verl``: verl.
+- ``fixed_steps``: stages that end training in a framework which cannot change its own settings.
 
 Each adapter translates a framework's calls to those of a loader: ``steps``, ``state_dict``, ``commit``. Settings with
 which a framework would train on other data, or with another loss, are rejected; the error says what to set instead. A

@@ -8,8 +8,9 @@ through a DataLoader, a collator or ``accelerator.prepare``, which would concate
 A checkpoint's ``trainer_state.json`` holds the loader's state after the last trained step, as the state of the callback
 ``LoaderState``. The checkpoint is committed once every rank has written its part.
 
-Training ends at the end of a finite feed, with a warning, unless ``num_train_epochs`` asks for more passes. The checks
-in ``hf_checks`` reject unsuitable settings when the trainer is constructed.
+Training ends at the end of a finite feed, with a warning, unless ``num_train_epochs`` asks for more passes. It ends in
+the same way where the loader raises StageEnds: the Trainer saves, and begins no further pass. The checks in
+``hf_checks`` reject unsuitable settings when the trainer is constructed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from accelerate.utils import DistributedType, gather_object
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from streampack.errors import StateError, UserError
+from streampack.errors import StageEnds, StateError, UserError
 from streampack.integrations import hf_checks
 from streampack.packs.step import Step
 from streampack.views.view import View, real_tokens
@@ -61,7 +62,9 @@ class Steps:
         self.begun = 0
         """Number of passes begun."""
         self.ended = False
-        """True once the feed has ended and all passes are done."""
+        """True once the feed has ended and all passes are done, or a stage has ended training."""
+        self.stage_ends: StageEnds | None = None
+        """The error with which a stage has ended training; None if none has."""
         self.samples = 0
         """Number of samples that this rank has trained on since training began."""
         self.step: Step | None = None
@@ -77,16 +80,21 @@ class Steps:
         if restored and self._trained is None and self.begun < self.passes:
             self.begun += 1
             yield from self._pass()
-        self.ended = self.begun >= self.passes
+        self.ended = self.begun >= self.passes or self.stage_ends is not None
 
     def _pass(self) -> Iterator[Step]:
         """Iterate the steps of one pass over the feed."""
         self._trained = None
-        for step in self.loader.steps():
-            if self._trained is None:
-                self._trained = step.index - 1
-            self.step = step
-            yield step
+        try:
+            for step in self.loader.steps():
+                if self._trained is None:
+                    self._trained = step.index - 1
+                self.step = step
+                yield step
+        except StageEnds as error:
+            if self._trained is None:  # nothing to save
+                raise
+            self.stage_ends = error
 
     def begin(self, state: dict[str, Any] | None, begun: int) -> None:
         """Begin training at ``state`` in pass number ``begun``; without a state, at the first training's start."""
@@ -95,7 +103,7 @@ class Steps:
         if state or again:
             self.loader.load_state_dict(state or self._start)
         self._trained, self._restored, self.ended = None, state is not None, False
-        self.begun, self.samples = begun if state else 0, 0
+        self.begun, self.samples, self.stage_ends = begun if state else 0, 0, None
 
     def note_trained(self) -> None:
         """Note that the last step handed out has made its update."""
@@ -179,8 +187,8 @@ class PackedTrainerMixin:
     """Mixin that makes transformers' Trainer, or TRL's SFTTrainer, train on a loader's steps.
 
     An update is a step of the loader, whatever its number of micro-batches. Training makes ``args.max_steps`` updates,
-    or fewer if a finite feed ends before. Settings of the dataset and its DataLoader, such as batch sizes and workers,
-    have no effect.
+    or fewer: a finite feed may end before, or a stage may begin that the loader cannot read (``stage_ends``). Settings
+    of the dataset and its DataLoader, such as batch sizes and workers, have no effect.
 
     The metric ``eval_loss`` is the mean over all loss tokens of the evaluation feed. Logs have
     ``packing_efficiency``: real tokens as a share of this rank's tokens since the last log.
@@ -247,6 +255,11 @@ class PackedTrainerMixin:
             )
         return self._steps.step
 
+    @property
+    def stage_ends(self) -> StageEnds | None:
+        """The error with which a stage has ended training, since its rules do not fit; None if training goes on."""
+        return self._steps.stage_ends
+
     def get_train_dataloader(self) -> Steps:
         """Return the loader itself, without ``accelerator.prepare``."""
         return self._steps
@@ -275,7 +288,14 @@ class PackedTrainerMixin:
             return
         self.control.should_training_stop = True
         state = self.state  # type: ignore[attr-defined]
-        if state.global_step < state.max_steps and state.is_world_process_zero:
+        if not (state.global_step < state.max_steps and state.is_world_process_zero):
+            return
+        if (ends := self.stage_ends) is not None:
+            log.warning(
+                "training stops after %d of max_steps=%d updates, and saves a checkpoint unless save_strategy is 'no': "
+                "%s", state.global_step, state.max_steps, ends,
+            )  # fmt: skip
+        else:
             log.warning(
                 "the feed ended: training stops after %d of max_steps=%d updates. To train on the data again, set "
                 "passes or repeat of its streams in broker.yaml, or replace max_steps with num_train_epochs and "

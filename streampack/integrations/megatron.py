@@ -12,11 +12,16 @@ Megatron calls ``save_state`` on the ranks that write the loader's state into ``
 state; the provider does. States are equal on all ranks, so one file suffices, on any mesh. The tracker file, which
 Megatron writes last, names the newest durable iteration. That iteration is committed when the next one is saved.
 
+Megatron cannot change ``seq_length`` or ``global_batch_size`` while it trains. A stage with other packs ends training
+with StageEnds. With ``rampup_batch_size``, the stages of broker.yaml must have the same sizes at the same iterations;
+``check_rampup`` says the lines to write.
+
 The module uses Megatron-LM's arguments (``get_args()``) and the ranks of ``megatron.core.parallel_state``.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -24,10 +29,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from msgspec import UNSET
 
 from streampack.client.connect import Client, connect
 from streampack.core.model.rules import Rules
 from streampack.errors import StateError, UserError
+from streampack.integrations.fixed_steps import Check, FixedSteps, check_stages
 
 __all__ = ["TrainIterator", "datasets_provider"]
 
@@ -94,6 +101,9 @@ class TrainIterator:
 
     def __init__(self, loader: Client, args: Any) -> None:
         self._loader, self._tracker = loader, None
+        self._check = _checker(args, loader.mesh.cp)
+        self._steps: FixedSteps | None = None  # begins with the first pack: a state is loaded before
+        self._packs: Iterator[Any] = iter(())
         self._iteration, self._step = args.iteration, -1
         self._saved: dict[int, int] = {}  # saved iteration -> index of the last step before
         if args.save and loader.mesh.dp_rank == loader.mesh.cp_rank == 0:
@@ -105,9 +115,15 @@ class TrainIterator:
         return self
 
     def __next__(self) -> Any:
-        """Return the next pack. Raises UserError at the end of the feed, where Megatron could not stop."""
+        """Return the next pack. Raises UserError at the end of the feed, where Megatron could not stop.
+
+        Raises StageEnds, at each call, if a stage has other packs than Megatron's arguments say.
+        """
+        if self._steps is None:
+            self._steps = FixedSteps(self._loader, self._check)
         try:
-            pack = next(self._loader)
+            while (pack := next(self._packs, None)) is None:
+                self._packs = iter(next(self._steps))
         except StopIteration:
             raise UserError(
                 f"got the end of the feed after iteration {self._iteration}, expected packs for all iterations. Set "
@@ -166,7 +182,10 @@ def _connect(endpoint: str | None, feed: str, args: Any, batch: str) -> Client:
     }  # fmt: skip
     loader = connect(endpoint, feed=feed, mesh=mesh, readers={"tp": [0]}, format="megatron")
     try:
-        check_rules(loader.rules, args, loader.mesh.cp, batch)
+        if batch == "global_batch_size" and getattr(args, "rampup_batch_size", None):
+            check_rampup(loader.rules, args)
+        advice = "Set train_iters or exit_interval to that step, so that Megatron saves there"
+        check_stages(loader, _checker(args, loader.mesh.cp, batch), advice)
     except UserError:
         loader.close()
         raise
@@ -196,8 +215,10 @@ def check_args(args: Any, valid_feed: str | None = None) -> None:
         "virtual_pipeline_model_parallel_size": (None, "Each virtual stage of a rank would read different packs"),
         "hybrid_context_parallel": (False, "Hybrid context parallelism forms packs itself"),
         "create_attention_mask_in_dataloader": (False, "Packs have sample boundaries instead of an attention mask"),
-        "rampup_batch_size": (None, "Every step has the same number of packs, from the first step on"),
-        "step_batch_size_schedule": (None, "Every step has the same number of packs, from the first step on"),
+        "step_batch_size_schedule": (
+            None,
+            "Write each size as a stage with `step: {packs: N}`, and train each stage with its own global_batch_size",
+        ),
         "full_validation": (False, "The number of packs of a feed is unknown before the feed ends"),
     }
     for name, (expected, why) in wanted.items():
@@ -227,13 +248,71 @@ def check_args(args: Any, valid_feed: str | None = None) -> None:
         )
 
 
-def check_rules(rules: Rules, args: Any, cp: int, batch: str = "global_batch_size") -> None:
+def rampup_sizes(args: Any) -> list[tuple[int, int]]:
+    """Return the iterations at which ``rampup_batch_size`` changes the batch size, and the sizes from there on.
+
+    Megatron counts the samples (packs) of all iterations before. It computes the size as
+    ``RampupBatchsizeNumMicroBatchesCalculator`` of megatron.core does.
+
+    >>> from types import SimpleNamespace
+    >>> rampup_sizes(SimpleNamespace(global_batch_size=8, rampup_batch_size=[4, 2, 24]))
+    [(0, 4), (3, 6), (5, 8)]
+    """
+    start, increment, samples = map(int, args.rampup_batch_size)
+    every = samples / max((args.global_batch_size - start) // increment, 1)
+    sizes, consumed, iteration = [(0, start)], 0, 0
+    while sizes[-1][1] < args.global_batch_size:
+        consumed, iteration = consumed + sizes[-1][1], iteration + 1
+        size = args.global_batch_size if consumed > samples else start + int(consumed / every) * increment
+        if size != sizes[-1][1]:
+            sizes.append((iteration, size))
+    return sizes
+
+
+def check_rampup(rules: Rules, args: Any) -> None:
+    """Raise UserError unless the stages of a run have the sizes of ``rampup_batch_size``; the text has those to write.
+
+    Args:
+        rules: The rules with which the run began, and its stages.
+        args: Megatron's arguments.
+    """
+    sizes = rampup_sizes(args)
+    changes = [(stage.at.step, stage.rules.packs) for stage in rules.stages if stage.rules.packs is not UNSET]
+    got = [(0, rules.packs), *changes]
+    if got == sizes:
+        return
+    lines = [f"  - {{name: batch-{n}, at: {{step: {at}}}, rules: {{step: {{packs: {n}}}}}}}" for at, n in sizes[1:]]
+    raise UserError(
+        f"got rampup_batch_size={args.rampup_batch_size} and steps whose numbers of packs are {got}, as (first step, "
+        f"packs), expected {sizes}. Write in broker.yaml `rules.step.packs: {sizes[0][1]}` and\n\nstages:\n"
+        + "\n".join(lines)
+    )
+
+
+def _checker(args: Any, cp: int, batch: str = "global_batch_size") -> Check:
+    """Return the check of the rules of a step, as ``check_rules`` has them."""
+    ramps = batch == "global_batch_size" and getattr(args, "rampup_batch_size", None)
+    sizes = rampup_sizes(args) if ramps else []
+
+    def check(rules: Rules, step: int) -> None:
+        """Raise UserError if ``rules`` do not match Megatron's iterations from ``step`` on."""
+        packs = sizes[bisect_right(sizes, step, key=lambda size: size[0]) - 1][1] if sizes else None
+        check_rules(rules, args, cp, batch, packs)
+
+    return check
+
+
+def check_rules(
+    rules: Rules, args: Any, cp: int, batch: str = "global_batch_size", packs: int | None = None
+) -> None:  # fmt: skip
     """Raise UserError if a feed's packs and steps do not match Megatron's micro-batches and iterations.
 
     ``cp``: number of context-parallel ranks. ``batch``: name of the argument with the number of packs of an iteration.
+    ``packs``: the number itself, if ``rampup_batch_size`` gives another one for some iterations.
     """
-    if rules.batch is not None or rules.warmup is not None:
-        got = "a growing budget" if rules.batch is None else "steps with a varying number of packs"
+    if rules.batch is not None or rules.warmup is not None or rules.packs_ramp is not None:
+        varies = rules.batch is not None or rules.packs_ramp is not None
+        got = "steps with a varying number of packs" if varies else "a growing budget"
         raise UserError(
             f"got {got}, expected the same number and length of packs in every step. Set rules.step to {{packs: N}}, "
             f"and remove rules.warmup"
@@ -243,7 +322,7 @@ def check_rules(rules: Rules, args: Any, cp: int, batch: str = "global_batch_siz
             f"got packs of {rules.budget} tokens with seq_length={args.seq_length}, expected equal lengths. Set "
             f"seq_length to rules.budget"
         )
-    size = getattr(args, batch, args.global_batch_size)
+    size = getattr(args, batch, args.global_batch_size) if packs is None else packs
     if rules.packs != size:
         raise UserError(
             f"got steps of {rules.packs} packs with {batch}={size}, expected equal numbers. Set {batch} to "

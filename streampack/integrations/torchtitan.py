@@ -9,6 +9,9 @@ of one data-parallel rank read the same packs, since torchtitan shards batches f
 
 torchtitan calls ``state_dict`` once for each checkpoint, and begins no checkpoint before the last one is durable. Each
 call therefore commits the checkpoint before.
+
+torchtitan cannot change ``seq_len`` or ``global_batch_size`` while it trains. A stage with other packs ends training
+with StageEnds, which names the settings to go on with.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ except ImportError as error:
 from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
+from streampack.integrations.fixed_steps import FixedSteps, check_stages
 
 __all__ = ["StreampackDataLoader"]
 
@@ -52,6 +56,7 @@ class StreampackDataLoader(BaseDataLoader):
 
     Raises:
         UserError: The feed's packs do not match torchtitan's batches; the message says what to set.
+        StageEnds: While iterating, a stage begins whose packs do not match torchtitan's batches.
         MeshError: As for ``connect``; likewise Unreachable and Rejected.
 
     Example:
@@ -89,14 +94,19 @@ class StreampackDataLoader(BaseDataLoader):
         )
         self._rows, self._commits = local_batch_size, dp_rank == copy == 0
         self._step, self._left, self._saved = -1, 0, -1
+        self._sizes = dp_world_size, seq_len, local_batch_size, snapshot_every_n_steps
         try:
-            check_rules(self._loader.rules, dp_world_size, seq_len, local_batch_size, snapshot_every_n_steps)
+            check_stages(self._loader, self._check, "Set training.steps to that step, so that torchtitan saves there")
         except UserError:
             self._loader.close()
             raise
 
+    def _check(self, rules: Rules, step: int) -> None:
+        """Raise UserError if rules do not fit torchtitan's batches."""
+        check_rules(rules, *self._sizes)
+
     def __iter__(self) -> Iterator[Batch]:
-        for step in self._loader.steps():
+        for step in FixedSteps(self._loader, self._check):
             for at in range(0, len(step), self._rows):
                 packs = step.packs[at : at + self._rows]
                 self._step, self._left = step.index, len(step) - at - len(packs)
@@ -156,7 +166,7 @@ def check_rules(rules: Rules, dp: int, seq_len: int, rows: int, snapshot: int | 
 
     ``rows``: packs of a batch on each of ``dp`` ranks. ``snapshot``: batches between two checkpoints.
     """
-    if rules.batch is not None:
+    if rules.batch is not None or rules.packs_ramp is not None:
         raise UserError(
             "got steps with a varying number of packs, expected the same number for each update of torchtitan. Set "
             "rules.step to {packs: N}"

@@ -16,6 +16,8 @@ import torch
 
 import streampack
 from streampack.errors import MeshError, StateError, UserError
+from streampack.sources import SourceSettings, open_source
+from tests.integration.running import producing_here, running_broker, write_jsonl
 
 hf: Any
 """``tests.training.hf.hf_trainers``, once tests run."""
@@ -143,6 +145,45 @@ def test_training_stops_where_a_finite_feed_ends_and_says_so(tmp_path: Path, cap
     caplog.clear()
     assert trained(tmp_path, count, save_steps=100)[0].digests == feed
     assert not [record for record in caplog.records if record.name == "streampack.hf"], "as many as were asked for"
+
+
+def test_updates_follow_the_packs_of_each_stage_and_a_stage_that_does_not_fit_ends_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stages of 2, then 4 packs; the third has no bound of samples in a pack, as static shapes need."""
+    settings = {
+        "rules": {"budget": hf.BUDGET, "step": {"packs": 2}, "max_samples_per_pack": 16},
+        "streams": {"web": {}},
+        "stages": [
+            {"name": "more", "at": {"step": 2}, "rules": {"step": {"packs": 4}}},
+            {"name": "free", "at": {"step": 5}, "rules": {"max_samples_per_pack": None}},
+        ],
+    }
+    data = write_jsonl(tmp_path / "data.jsonl", hf.rows(300))
+    source = open_source(SourceSettings("jsonl", str(data), tokens_key="tokens"))
+    sizes, seen = list[int](), hf.Seen()
+
+    class Sizes(hf.Seen):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, *_: Any, train_dataloader: Any, **more: Any) -> None:
+            sizes.append(len(train_dataloader.step))
+
+    with (
+        running_broker(settings) as broker,
+        producing_here(broker.producers, {"web": source}),
+        streampack.connect(broker.trainers, format="hf", static_shapes=True) as loader,
+    ):
+        whole: dict[str, Any] = {"max_steps": 40, "save_strategy": "steps", "save_steps": 30}
+        trainer = hf.made(tmp_path / "out", loader, callbacks=[seen, Sizes()], **whole)
+        trainer.train()
+    assert sizes == [2, 2, 4, 4, 4]
+    assert trainer.state.global_step == len(seen.digests) == 5
+    assert (trainer.stage_ends.step, trainer.stage_ends.stage) == (5, "free")
+    (line,) = [record.message for record in caplog.records if record.name == "streampack.hf"]
+    assert line.startswith("training stops after 5 of max_steps=40 updates, and saves a checkpoint")
+    assert "cannot go on with step 5, which is in stage 'free'" in line
+    (saved,) = (tmp_path / "out").glob("checkpoint-*/trainer_state.json")
+    state = json.loads(saved.read_text())["stateful_callbacks"]["LoaderState"]["attributes"]["saved"]
+    assert state["next_step"] == 5
 
 
 def test_epochs_are_passes_over_a_feed_of_known_length(tmp_path: Path) -> None:
