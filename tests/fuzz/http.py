@@ -13,7 +13,6 @@ from streampack_services.http.http_guard import App, Guard
 from streampack_services.http.server import make_app
 from streampack_services.logs import Ring
 
-from streampack.core.model.rule_changes import Ask
 from streampack.core.protocol.effects import Answer
 from tests.blank import blank
 from tests.fuzz.engine import Target
@@ -26,7 +25,7 @@ UNFIT = range(500, 503)
 """What no answer may be: an error of ours."""
 
 
-def _asked(_feed: str, _ask: Ask, _at_step: int | None, _note: str) -> Future[Answer]:
+def _asked(_feed: str, _ask: object, _at_step: int | None, _note: str) -> Future[Answer]:
     future: Future[Answer] = Future()
     future.set_result(Answer(0, "train", 1))
     return future

@@ -46,6 +46,9 @@ class Feed:
     def waiting_for(self) -> Missing:
         return Missing("forming", "the step is being packed")
 
+    def all_rules(self) -> list[Rules]:
+        return [Rules(budget=16, packs=4)]
+
     def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
         return None
 

@@ -163,7 +163,7 @@ def test_updates_follow_the_packs_of_each_stage_and_a_stage_that_does_not_fit_en
     source = open_source(SourceSettings("jsonl", str(data), tokens_key="tokens"))
     sizes, seen = list[int](), hf.Seen()
 
-    class Sizes(hf.Seen):  # type: ignore[misc, name-defined]
+    class Sizes(hf.Seen):
         def on_pre_optimizer_step(self, *_: Any, train_dataloader: Any, **more: Any) -> None:
             sizes.append(len(train_dataloader.step))
 
