@@ -229,16 +229,17 @@ def _with_list_names(path: str, tree: Any) -> str:
 
 
 def _with_entry_name(path: str, kind: Any, tree: Any) -> str:
-    """Replace ``[...]`` in a path of msgspec by the name of the wrong entry, as in ``streams.web.weight``."""
+    """Replace each ``[...]`` in a path of msgspec by the name of the wrong entry, as in ``streams.web.weight``."""
     field, dots, rest = path.partition("[...]")
-    if not dots or "." in field:
+    entries = _value_at(tree, field)
+    if not dots or not isinstance(entries, dict):
         return path
     entry = get_args(_type_at(kind, field))[-1]
-    for key, value in tree[field].items():
+    for key, value in entries.items():
         try:
             msgspec.convert(value, entry)
         except (msgspec.ValidationError, ValueError):
-            return f"{field}.{key}{rest}"
+            return _with_entry_name(f"{field}.{key}{rest}", kind, tree)
     return path
 
 
@@ -249,7 +250,7 @@ def _type_at(kind: Any, path: str, mapping: bool = False) -> Any:
     """
     steps = [step for step in path.replace("[...]", ".[]").split(".") if step]
     for left, step in zip(reversed(range(len(steps))), steps, strict=True):
-        if step == "[]":
+        if step == "[]" or get_origin(kind) is dict:
             kind = get_args(kind)[-1]
         elif get_origin(kind) is tuple:
             kind = get_args(kind)[0]

@@ -124,6 +124,8 @@ feeds:
         ("name: a, at: {step: 1}, rules: {staleness: {max_policy_lag: 1}}",
          "stages.a.rules.staleness.max_policy_lag: got 1 without a pushed stream"),
         # the mixture
+        ("name: a, at: {step: 1}, weights: {web: x}", "stages.a.weights.web: got 'x', expected a number"),
+        ("name: a, at: {step: 1}, weights: {math: 1, web: -1}", "stages.a.weights.web: got -1, expected a number >= 0"),
         ("name: a, at: {step: 1}, weights: {news: 1}", "stages.a: got stream 'news', expected one of: web, books, m"),
         ("name: a, at: {step: 1}, weights: {web: 0}",
          "stages.a: stream 'web': got weight 0 in a stage, expected a weight above 0. Leave the stream out to pause"),
@@ -148,6 +150,13 @@ feeds:
 )  # fmt: skip
 def test_a_mistake_names_the_stage_and_what_was_expected(stage: str, said: str) -> None:
     assert refusal(f"stages: [{{{stage}}}]").startswith(said)
+
+
+def test_a_mistake_in_a_feed_names_the_feed_the_stage_and_the_stream() -> None:
+    text = "feeds: {train: {stages: [{name: a, at: {step: 1}, weights: {math: 1, web: x}}]}}"
+    assert refusal(text) == "feeds.train.stages.a.weights.web: got 'x', expected a number"
+    text = "feeds: {train: {stages: [{name: a, at: {step: 1}, weights: {math: 1, news: 2}}]}}"
+    assert refusal(text) == "feeds.train.stages.a: got stream 'news', expected one of: web, books, math"
 
 
 def test_a_key_that_stays_is_told_so_and_one_in_another_place_too() -> None:

@@ -119,12 +119,16 @@ def describe_change(ask: Ask | WholeRules) -> str:
 
 def _describe_stage(stage: Stage) -> str:
     """Return a stage as text: its name, its rules and its weights."""
-    texts = [stage.name] if stage.name else []
+    texts, ramps = [stage.name] if stage.name else [], {"budget": stage.rules.warmup, "packs": stage.rules.packs_ramp}
     for key in stage.rules.keys:
-        value = getattr(stage.rules, key)
-        texts.append(f"{key}={msgspec.json.encode(value).decode() if isinstance(value, Struct) else value}")
+        value, ramp = getattr(stage.rules, key), ramps.get(key)
+        if isinstance(ramp, Struct):
+            texts.append(f"{key}={ramp.init} to {value} over {ramp.steps} steps")
+        elif key not in ("warmup", "packs_ramp"):
+            texts.append(f"{key}={msgspec.json.encode(value).decode() if isinstance(value, Struct) else value}")
     if stage.weights is not None:
-        texts.append("weights " + _weights(stage.weights))
+        over = f" over {stage.over} steps" if stage.over else ""
+        texts.append("weights " + _weights(stage.weights) + over)
     return "stage " + " ".join(texts)
 
 

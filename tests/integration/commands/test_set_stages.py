@@ -68,17 +68,22 @@ def test_stages_are_asked_for_listed_and_canceled(
         ["run streampack, feed train"],
         ["id", "change", "begins at", "state"],
         ["0", "wide packs=4", "step 3", "waits"],
-        ["4", 'packs=8 window=16 balance={"order":"packer"} packs_ramp={"init":2,"steps":5}', "step 700", "waits"],
-        ["2", "anneal weights code=0.5 web=0.5", "step 9,000", "waits"],
+        ["4", 'packs=2 to 8 over 5 steps window=16 balance={"order":"packer"}', "step 700", "waits"],
+        ["2", "anneal weights code=0.5 web=0.5 over 100 steps", "step 9,000", "waits"],
         ["1", "long budget=128 weights web=1", "1,000,000,000,000 tokens, about step 1,953,125,354", "waits"],
-        ["3", "anneal weights code=0.5 web=0.5", "2,800,000,000,000 tokens, about step 3,710,937,854", "waits"],
+        [
+            "3",
+            "anneal weights code=0.5 web=0.5 over 100 steps",
+            "2,800,000,000,000 tokens, about step 3,710,937,854",
+            "waits",
+        ],
     ]
     found = changes(broker)
     assert [(each["id"], each["step"], each["tokens"]) for each in found["coming"]] == [
         (0, 3, None), (4, 700, None), (2, 9000, None), (1, None, 10**12), (3, None, 28 * 10**11),
     ]  # fmt: skip
-    assert found["coming"][2]["note"] == "stage anneal weights code=0.5 web=0.5 (why), asked at step 0"
-    assert found["coming"][1]["name"].startswith("stage packs=8 window=16 balance=")
+    assert found["coming"][2]["note"] == "stage anneal weights code=0.5 web=0.5 over 100 steps (why), asked at step 0"
+    assert found["coming"][1]["name"].startswith("stage packs=2 to 8 over 5 steps window=16 balance=")
     assert found["text"].startswith("budget 64, 2 packs a step; next wide at step 3")
     shown = in_process("set", "--cancel", "4", "--note", "no", *http)
     assert shown.stdout == "run streampack, feed train: change 4 is canceled\n", shown.stderr
