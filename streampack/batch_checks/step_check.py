@@ -79,8 +79,9 @@ def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None)
     _check_totals(what, step, checked, whole=mesh is not None and mesh.dp == 1)
     for name, expected in (("num_micro_batches", len(step)), ("step_num_loss_tokens", step.num_loss_tokens)):
         equal(name, what, [int(check.pack[name]) for check in checked], [expected] * len(step))
-    if rules is not None and mesh is not None and rules.batch is None and rules.packs % mesh.dp == 0:
-        equal("micro-batches", what, len(step), rules.packs // mesh.dp)
+    packs = rules.packs_at(step.index) if rules is not None and rules.batch is None else 0
+    if packs and mesh is not None and packs % mesh.dp == 0:
+        equal("micro-batches", what, len(step), packs // mesh.dp)
 
 
 def _uncounted(step: Step) -> Step:

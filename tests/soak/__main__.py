@@ -75,7 +75,7 @@ class Soak:
         job = make_job(
             seed, folder, number=seed, in_place=seed % 3 == 2, pushers=2 if seed % 4 == 3 else 0,
             relays=seed % 5 in (1, 3), late=seed % 8 == 7, media=seed % 8 == 2 or seed % 16 == 11,
-            flooded=seed % 4 == 0,
+            flooded=seed % 4 == 0, staged=seed % 4 == 1,
         )  # fmt: skip
         run = Run(job, Fire(seed, EVERY_S), fire_s)
         unfinished = ""
@@ -93,6 +93,7 @@ class Soak:
         how += ", relays" if job.relays else ""
         how += (", late values" if job.late else "") + (", media" if job.media else "")
         how += f", {len(floods_of(job))} floods" if job.flooded else ""
+        how += ", stages" if job.staged else ""
         print(
             f"run {seed}: dp={job.dp} cp={job.cp} tp={job.tp} {how}: {account.steps} steps, "
             f"{account.compared} compared, {run.fire.kills.total()} kills, {run.fire.stops.total()} stops, "

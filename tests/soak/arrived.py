@@ -71,7 +71,7 @@ def pack_as_it_came(job: Job) -> Golden:
     chain = bytes(16)
     for number in range(len(came)):
         packs = [came.get(number, {}).get(pack, []) for pack in range(rules.packs)]
-        step = _step(number, packs, samples, chain, _shared_of(job, rules), columns)
+        step = _step(number, packs, samples, chain, rules, _shared_of(job, rules), columns)
         chain = bytes.fromhex(step.chain)
         steps.append(step)
     return Golden(rules, tuple(steps), frozenset(samples))
@@ -129,7 +129,7 @@ def _cut_trees(job: Job, partition: int, budget: int) -> list[int]:
 
 
 def _step(
-    number: int, packs: list[list[Id]], samples: dict[Id, Sample], chain: bytes,
+    number: int, packs: list[list[Id]], samples: dict[Id, Sample], chain: bytes, rules: Rules,
     shared_of: Callable[[list[Id]], list[int]] | None, columns: Columns | None,
 ) -> GoldenStep:  # fmt: skip
     ids = [each for pack in packs for each in pack]
@@ -151,7 +151,7 @@ def _step(
         )
         for i, pack in enumerate(packs)
     ]  # fmt: skip
-    return GoldenStep(digest.hex(), chain_digest(chain, digest).hex(), loss, len(ids), tuple(contents))
+    return GoldenStep(digest.hex(), chain_digest(chain, digest).hex(), loss, len(ids), tuple(contents), rules)
 
 
 def _pushed(job: Job, partition: int) -> list[list[int]]:

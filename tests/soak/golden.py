@@ -18,8 +18,8 @@ from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.form.former import Former
 from streampack.core.intake.overlong import apply_overlong
-from streampack.core.merge.schedule import Merge, merge_of
-from streampack.core.model.rules import Rules
+from streampack.core.merge.schedule import AnyMerge, merge_of
+from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.model.samples import I64, IGNORE_INDEX, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.sources import Source, SourceSettings, open_source
@@ -28,6 +28,7 @@ from tests.soak import sample_media
 from tests.soak.checksum import crc_of
 from tests.soak.job import Job
 from tests.soak.sample_media import SampleMedia
+from tests.world.staged import Staged
 
 Id = tuple[int, int, int]
 """(stream, index, part)."""
@@ -52,6 +53,8 @@ class GoldenStep:
     num_loss_tokens: int
     num_samples: int
     packs: tuple[GoldenPack, ...]
+    rules: Rules
+    """The rules under which the step was formed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,8 @@ class Golden:
         return {name: crc_of(array) for name, array in self._arrays(step, pack, cp, cp_rank).items()}
 
     def _arrays(self, step: int, pack: int, cp: int, cp_rank: int) -> dict[str, NDArray[Any]]:
-        this, align, total = self.steps[step].packs[pack], self.rules.align.sample, self.rules.budget
+        rules = self.steps[step].rules
+        this, align, total = self.steps[step].packs[pack], rules.align.sample, rules.budget
         if this.shared is not None:
             return _of_trees(this, this.shared, total)
         ids, labels = np.zeros(total, np.int64), np.full(total, IGNORE_INDEX, np.int64)
@@ -134,29 +138,38 @@ def _chunks(begin: int, end: int, cp: int, cp_rank: int) -> list[int]:
     return [*range(first, first + size), *range(second, second + size)]
 
 
-def pack_offline(job: Job) -> Golden:
-    """All steps of a job; every sample is seen to be there exactly once."""
+def pack_offline(job: Job, changes: list[RulesChange] | None = None) -> Golden:
+    """All steps of a job; every sample is seen to be there exactly once.
+
+    ``changes``: those of the rules that the log has, if people asked for some.
+    """
     rules = checked(convert(job.settings, BrokerConfig)).plan()
-    table, merge = SampleTable(), merge_of(rules)
-    assert isinstance(merge, Merge)
-    tokens: dict[int, NDArray[Any]] = {}
-    media: dict[int, SampleMedia] = {}
-    place = 0
-    for number, stream in enumerate(rules.streams):
-        source = open_source(convert(job.streams[stream.name], SourceSettings))
-        for partition in range(stream.partitions):
-            _enter(job, rules, number, partition, place, source, merge, table, tokens, media)
-            place += 1
-    former, steps = Former(rules, table), []
-    while not merge.closed:
-        taken = merge.take(1 << 40)
-        former.admit(taken.handles, taken.lengths)
-        former.closed = True
-        while (request := former.request()) is not None:
-            steps += former.apply(request.choose())
-        steps += former.cut()
-        if merge.between_passes:
-            merge.next_pass()
+    table, tokens, media = SampleTable(), dict[int, NDArray[Any]](), dict[int, SampleMedia]()
+
+    def push(rules: Rules, merge: AnyMerge) -> None:
+        """Enter all samples that are not merged."""
+        place = 0
+        for number, stream in enumerate(rules.streams):
+            source = open_source(convert(job.streams[stream.name], SourceSettings))
+            for partition in range(stream.partitions):
+                _enter(job, rules, number, partition, place, source, merge, table, tokens, media)
+                place += 1
+
+    if rules.stages:
+        staged = Staged(rules, table, push, job.settings["limits"]["sample_tokens"], changes)
+        former, steps = staged.former, staged.plan()
+    else:
+        former, steps, merge = Former(rules, table), [], merge_of(rules)
+        push(rules, merge)
+        while not merge.closed:
+            taken = merge.take(1 << 40)
+            former.admit(taken.handles, taken.lengths)
+            former.closed = True
+            while (request := former.request()) is not None:
+                steps += former.apply(request.choose())
+            steps += former.cut()
+            if merge.between_passes:
+                merge.next_pass()
     assert former.finished
     assert former.chain == steps[-1].chain
 
@@ -170,28 +183,32 @@ def pack_offline(job: Job) -> Golden:
     def golden(step: PlannedStep) -> GoldenStep:
         packs = (pack_of(pack.handles.tolist()) for pack in step.packs)
         return GoldenStep(
-            step.digest.hex(), step.chain.hex(), max(step.num_loss_tokens, 1), step.num_samples, tuple(packs)
+            step.digest.hex(), step.chain.hex(), max(step.num_loss_tokens, 1), step.num_samples, tuple(packs),
+            step.rules,
         )  # fmt: skip
 
     found = tuple(map(golden, steps))
     packed = [one for step in found for pack in step.packs for one in pack.ids]
     dropped = identify(former.dropped)
-    assert len(packed) + len(dropped) == len({*packed, *dropped}) == len(tokens)
+    assert len(packed) + len(dropped) == len({*packed, *dropped})
+    assert rules.stages or len(packed) + len(dropped) == len(tokens)  # with stages, some were cut several times
     return Golden(rules, found, frozenset(packed))
 
 
 def _enter(
-    job: Job, rules: Rules, stream: int, partition: int, place: int, source: Source, merge: Merge, table: SampleTable,
-    tokens: dict[int, NDArray[Any]], media: dict[int, SampleMedia],
+    job: Job, rules: Rules, stream: int, partition: int, place: int, source: Source, merge: AnyMerge,
+    table: SampleTable, tokens: dict[int, NDArray[Any]], media: dict[int, SampleMedia],
 ) -> None:  # fmt: skip
     """All samples of one partition, in all its passes, to the merge."""
     settings = rules.streams[stream]
-    seq = 0
+    seq, merged = 0, int(merge.merged_samples[place])
     for pass_ in range(settings.passes or 0):
         assert isinstance(source, ShardedSource)
         start = source.begin._replace(pass_=source.begin.pass_ + pass_)
         records = source.read(partition, settings.partitions, seed=rules.seed, passes=pass_ + 1, start=start)
         samples = [np.asarray(record.tokens).astype(rules.tokens) for record in records]
+        gone = min(max(merged - seq, 0), len(samples))
+        samples, seq = samples[gone:], seq + gone
         pieces = apply_overlong(np.array([len(s) for s in samples], np.int64), rules.budget, settings.overlong)
         of_samples = [sample_media.media_of(job.seed, each.tolist()) for each in samples if job.media]
         if job.media:

@@ -58,6 +58,8 @@ class Job:
     """Another program gives each pushed sample its reward, and one reads the values that trainers report."""
     media: bool = False
     """Samples have media: see ``sample_media``."""
+    staged: bool = False
+    """The rules change while the run goes on, by stages."""
     flooded: bool = False
     """The broker requires keys, and a program floods it with keys of its own, which it then revokes."""
 
@@ -97,14 +99,14 @@ class Job:
 
 def make_job(
     seed: int, folder: Path, number: int, in_place: bool = False, rows: tuple[int, int] = (500, 900), pushers: int = 0,
-    relays: bool = False, late: bool = False, media: bool = False, flooded: bool = False,
+    relays: bool = False, late: bool = False, media: bool = False, flooded: bool = False, staged: bool = False,
 ) -> Job:  # fmt: skip
     """Run ``number`` of a soak: its files, of ``rows`` samples each, are written to ``folder``, which has a short path.
 
     The number chooses mesh, packer and transport (TCP where it is even), the seed all else. With ``pushers`` streams
     are merged as they arrive. With ``relays``, small meshes get two tensor-parallel ranks for each shard. With
     ``late``, pushed samples get late fields. With ``media``, samples have images, and the packer is ``exact_fill``.
-    With ``flooded``, the broker requires keys: one for each role.
+    With ``flooded``, the broker requires keys: one for each role. With ``staged``, budget, packs and mixture change.
     """
     draw = random.Random(seed)
     dp, cp = MESHES[number % len(MESHES)]
@@ -147,6 +149,9 @@ def make_job(
         sample_media.write_images(seed, folder)
         settings["fields"] = sample_media.FIELDS
         settings["rules"] |= {"packer": "exact_fill", "limits": sample_media.LIMITS, "balance": {"patches": [40, 2]}}
+    if staged:
+        settings["rules"] |= {"between_passes": "continue"}
+        settings["stages"] = _stages(random.Random(f"{seed} stages"))
     trees = bool(pushers) and cp == 1 and not late and not media
     if trees:  # programs push groups that share their first tokens
         settings["rules"] |= {"share": "prefix", "align": {"sample": 1, "pack": 2}}
@@ -154,7 +159,7 @@ def make_job(
     job = Job(
         seed, folder, dp, cp, settings, streams, in_place, checkpoint_every=draw.randint(3, 12),
         step_s=draw.uniform(0.05, 0.15), pushers=pushers, pushed=1500 if pushers else 0, tp=tp,
-        relays=2 if relays else 0, trees=trees, late=late, media=media, flooded=flooded,
+        relays=2 if relays else 0, trees=trees, late=late, media=media, flooded=flooded, staged=staged,
     )  # fmt: skip
     if flooded:
         settings["listen"] |= {"keys": str(folder / "keys")}
@@ -163,6 +168,23 @@ def make_job(
     write(job.broker_config, settings)
     write(job.producer_config, {"broker": f"file://{settings['rendezvous']}", "processes": 2, "streams": streams})
     return job
+
+
+def _stages(draw: random.Random) -> list[dict[str, Any]]:
+    """Stages of a run of some 200 steps: packs that grow, another budget, and a mixture that changes evenly."""
+    step, tokens = draw.randint(5, 30), draw.randint(60_000, 120_000)
+    growing = {"from": PACKS, "to": 3 * PACKS, "over": draw.randint(3, 12)}
+    return [
+        {"name": "ramp", "at": {"step": step}, "rules": {"step": {"packs": growing}}},
+        {
+            "name": "long", "at": {"tokens": tokens}, "weights": {"web": 0.5, "code": 0.5},
+            "rules": {"budget": draw.choice((BUDGET // 2, 2 * BUDGET, 4 * BUDGET)), "step": {"packs": PACKS}},
+        },
+        {
+            "name": "last", "at": {"tokens": tokens + draw.randint(5000, 60_000)}, "weights": {"web": 1.0},
+            "over": draw.randint(1, 8), "rules": {"packer": draw.choice(PACKERS)},
+        },
+    ]  # fmt: skip
 
 
 def _tokens(draw: random.Random) -> list[int]:

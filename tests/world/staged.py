@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from crc32c import crc32c
 from msgspec.structs import replace
 
 from streampack.core.form.former import Former
 from streampack.core.intake.overlong import apply_overlong
-from streampack.core.merge.schedule import change_merge, merge_of
+from streampack.core.merge.schedule import AnyMerge, change_merge, merge_of
 from streampack.core.model.capacity import ahead_tokens
 from streampack.core.model.rule_changes import apply_change
 from streampack.core.model.rules import Rules, RulesChange
@@ -16,46 +18,28 @@ from streampack.core.model.samples import SampleTable, index_of
 from streampack.core.model.steps import PlannedStep
 from tests.world.planned import Data, tokens_of
 
+Push = Callable[[Rules, AnyMerge], None]
+"""Enters into a merge all samples that it has not merged, cut as the rules say."""
 
-class StagedPlan:
-    """The steps of ``rules``, whose stages come in order, over ``data``; no sample is longer than ``longest``.
+
+class Staged:
+    """The steps of ``rules``, whose stages come in order. No sample is longer than ``longest``.
 
     With ``changes`` the rules change as was recorded, and not by the stages.
     """
 
     def __init__(
-        self, rules: Rules, data: Data, longest: int, changes: list[RulesChange] | None = None
+        self, rules: Rules, table: SampleTable, push: Push, longest: int, changes: list[RulesChange] | None = None
     ) -> None:  # fmt: skip
-        self.data, self.table, self.changes = data, SampleTable(64), list(changes or ())
+        self.table, self.changes, self._push = table, list(changes or ()), push
         self.rules = replace(rules, stages=())
         self.waiting = list(rules.stages) if changes is None else []
-        self.former, self.merge = Former(self.rules, self.table), merge_of(self.rules)
+        self.former, self.merge = Former(self.rules, table), merge_of(self.rules)
         self.most_tokens, self.longest = ahead_tokens(rules, longest), longest
         self.steps: list[PlannedStep] = []
         self.begins: list[tuple[int, int]] = []
         """The step and the position at which each stage began."""
-        self._push()
-
-    def _push(self) -> None:
-        """Enter all samples that are not merged, cut as the rules say."""
-        p = 0
-        for number, stream in enumerate(self.rules.streams):
-            for partition, lengths in enumerate(self.data[stream.name]):
-                first = int(self.merge.merged_samples[p])
-                whole = np.array(lengths[first:], np.int64)
-                pieces = apply_overlong(whole, self.rules.budget, stream.overlong)
-                handles = np.full(len(pieces.length), -1, np.int64)
-                kept = np.flatnonzero(pieces.length)
-                handles[kept] = rows = self.table.take(len(kept))
-                seqs = first + pieces.source[kept]
-                self.table.stream[rows], self.table.part[rows] = number, pieces.part[kept]
-                self.table.index[rows] = index_of(seqs, partition, stream.partitions)
-                self.table.length[rows], self.table.loss_tokens[rows] = pieces.length[kept], pieces.length[kept] - 1
-                crcs = [crc32c(tokens_of(stream.name, partition, seq, lengths[seq])) for seq in seqs.tolist()]
-                self.table.crc[rows] = crcs
-                self.merge.push(p, handles, pieces.length, pieces.part)
-                self.merge.end(p)
-                p += 1
+        push(self.rules, self.merge)
 
     def plan(self) -> list[PlannedStep]:
         """Form all steps."""
@@ -126,7 +110,7 @@ class StagedPlan:
         state = self.merge.state()
         self.merge = merge_of(rules, step)
         self.merge.load(state)
-        self._push()
+        self._push(rules, self.merge)
         self.former.closed = self.merge.closed
 
     def _is_due(self) -> bool:
@@ -135,3 +119,33 @@ class StagedPlan:
             return at.step <= former.next_step
         held = int(self.table.length[former.held()].sum())
         return at.tokens is not None and at.tokens <= int(self.merge.merged_tokens.sum()) - held
+
+
+class StagedPlan(Staged):
+    """The steps of rules over ``data``."""
+
+    def __init__(
+        self, rules: Rules, data: Data, longest: int, changes: list[RulesChange] | None = None
+    ) -> None:  # fmt: skip
+        self.data = data
+        super().__init__(rules, SampleTable(64), self._push_data, longest, changes)
+
+    def _push_data(self, rules: Rules, merge: AnyMerge) -> None:
+        p = 0
+        for number, stream in enumerate(rules.streams):
+            for partition, lengths in enumerate(self.data[stream.name]):
+                first = int(merge.merged_samples[p])
+                whole = np.array(lengths[first:], np.int64)
+                pieces = apply_overlong(whole, rules.budget, stream.overlong)
+                handles = np.full(len(pieces.length), -1, np.int64)
+                kept = np.flatnonzero(pieces.length)
+                handles[kept] = rows = self.table.take(len(kept))
+                seqs = first + pieces.source[kept]
+                self.table.stream[rows], self.table.part[rows] = number, pieces.part[kept]
+                self.table.index[rows] = index_of(seqs, partition, stream.partitions)
+                self.table.length[rows], self.table.loss_tokens[rows] = pieces.length[kept], pieces.length[kept] - 1
+                crcs = [crc32c(tokens_of(stream.name, partition, seq, lengths[seq])) for seq in seqs.tolist()]
+                self.table.crc[rows] = crcs
+                merge.push(p, handles, pieces.length, pieces.part)
+                merge.end(p)
+                p += 1
