@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
 from streampack.core.model.rule_changes import Cancel, Reweigh
 from streampack.core.model.rules import Rules, StreamRules
+from tests.simulation.seeds import of_seeds
 from tests.world.live import Live
 from tests.world.planned import Data
 from tests.world.staged import StagedPlan
@@ -76,7 +78,7 @@ def live(rules: Rules, seed: int, slow_packer: bool = False) -> Live:
     return Live(rules, DATA, seed, quota=200, memory=memory, longest=LONGEST, slow_packer=slow_packer)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(feeds(), st.integers(0, 999), st.booleans())
 def test_the_steps_of_stages_are_those_of_an_offline_plan(rules: Rules, seed: int, slow_packer: bool) -> None:
     run = live(rules, seed, slow_packer)
@@ -84,28 +86,46 @@ def test_the_steps_of_stages_are_those_of_an_offline_plan(rules: Rules, seed: in
     assert not run.errors
 
 
-@settings(max_examples=25)
-@given(
-    feeds(),
-    st.integers(0, 999),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["stage", "weights", "cancel", "kill", "back", "read"]),
-            st.integers(0, 9),
-            changed(),
-            mixtures(),
-        )
-    ),
-)
-def test_live_changes_hold_where_they_were_recorded(
-    rules: Rules, seed: int, story: list[tuple[str, int, StageRules, dict[str, float] | None]]
-) -> None:
-    run = live(rules, seed)
-    for what, n, keys, weights in story[:6]:
+def drawn_rules(rng: random.Random) -> StageRules:
+    """Rules of a stage, of a seed."""
+    draw: dict[str, Callable[[], Any]] = {
+        "budget": lambda: rng.choice([16, 32, 48, 96]), "packs": lambda: rng.randint(1, 4),
+        "window": lambda: rng.randint(1, 9), "max_samples_per_pack": lambda: rng.randint(1, 4),
+        "packer": lambda: rng.choice(["sliding_ffd", "first_fit_decreasing", "concatenative"]),
+    }  # fmt: skip
+    keys = {key: value() for key, value in draw.items() if rng.random() < 0.25}
+    if "packs" in keys and rng.random() < 0.4:
+        keys["packs_ramp"] = Warmup(rng.randint(1, 4), rng.randint(1, 5))
+    return StageRules(**keys)
+
+
+def drawn_mixture(rng: random.Random) -> dict[str, float] | None:
+    names = rng.sample(list(DATA), rng.randint(1, 3))
+    return {name: rng.choice([0.2, 0.5, 1.0]) for name in names} if rng.random() < 0.5 else None
+
+
+def drawn_feed(rng: random.Random) -> Rules:
+    """Rules with up to two stages, of a seed."""
+    step, tokens, stages = 0, 0, list[Stage]()
+    for number in range(rng.randint(0, 2)):
+        step, tokens = step + rng.randint(0, 6), tokens + rng.randint(1, 400)
+        at = StageBegin(tokens=tokens) if rng.random() < 0.5 else StageBegin(step=step)
+        over, weights = rng.choice([0, 0, 3]), drawn_mixture(rng)
+        stages.append(Stage(name=f"stage{number}", at=at, rules=drawn_rules(rng), weights=weights, over=over))
+    overlong, packer = rng.choice(["split", "truncate", "drop"]), rng.choice(["exact_fill", "sliding_ffd"])
+    windows: list[int | str] = [3, 6, "auto"]
+    return staged(overlong, packer, rng.choice(windows), stages)
+
+
+def play(rng: random.Random, run: Live) -> None:
+    """Ask for changes, cancel some, kill the broker, and go back."""
+    for _ in range(rng.randint(1, 6)):
         if run.ended is not None:
-            break
+            return
+        what, n = rng.choice(["stage", "weights", "cancel", "kill", "back", "read"]), rng.randint(0, 9)
         if what == "stage":
-            run.ask(Stage(at=StageBegin(step=run.had + n), rules=keys, weights=weights, over=n % 3))
+            at, mixture = StageBegin(step=run.had + n), drawn_mixture(rng)
+            run.ask(Stage(at=at, rules=drawn_rules(rng), weights=mixture, over=n % 3))
         elif what == "weights":
             run.ask(Reweigh({"web": n + 1}), run.had + n)
         elif what == "cancel":
@@ -115,13 +135,26 @@ def test_live_changes_hold_where_they_were_recorded(
         elif what == "back":
             run.go_back(max(run.had - n, 0))
         run.read(run.had + n)
-    chains = run.finish()
-    assert chains == [step.chain for step in StagedPlan(rules, DATA, LONGEST, run.changes()).plan()]
-    assert not [text for text in run.errors if "does not take effect" not in text]
-    assert len({change.id for change in run.changes()}) == len(run.changes())
 
 
-@settings(max_examples=25)
+@of_seeds("0:30", 30, "STAGE_SEEDS")
+def test_live_changes_hold_where_they_were_recorded(seeds: range) -> None:
+    """Beside the stages of the rules, with kills of the broker, and trainers that go back."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        rules = drawn_feed(rng)
+        run = live(rules, seed)
+        play(rng, run)
+        chains, changes = run.finish(), run.changes()
+        planned = StagedPlan(rules, DATA, LONGEST, changes).plan()
+        assert chains == [step.chain for step in planned], f"seed {seed}"
+        assert not [text for text in run.errors if "does not take effect" not in text], f"seed {seed}"
+        assert len({change.id for change in changes}) == len(changes), f"seed {seed}"
+        canceled = run.feed.history.canceled
+        assert not canceled & {change.id for change in changes}, f"seed {seed}"
+
+
+@settings(max_examples=15)
 @given(feeds(), st.integers(0, 999), st.lists(st.tuples(st.sampled_from(["kill", "back", "moved"]), st.integers(0, 9))))
 def test_kills_and_going_back_around_stages_change_no_step(
     rules: Rules, seed: int, story: list[tuple[str, int]]
