@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
 
 from streampack.client.connect import Client, ConnectOptions
@@ -73,6 +73,7 @@ class LocalArguments(TypedDict, total=False):
     text_key: Annotated[str | None, None]
     tokens_key: Annotated[str | None, None]
     fields: Annotated[Mapping[str, Mapping[str, Any]] | None, None]
+    stages: Annotated[Sequence[Mapping[str, Any]] | None, None]
     memory: Annotated[str | int, "1GiB"]
     http: Annotated[str | None, None]
     budget: Annotated[int, PlanningKeys]
@@ -139,6 +140,7 @@ def local(source: Any, **options: Any) -> LocalLoader[Any]:
         tokens_key: Key of the token ids in a row. Default: detected.
         fields: Fields that samples carry beside their tokens, as in broker.yaml. ``loss_mask`` is added if one of the
             first rows says which tokens are learned, as chats, pairs and rows with labels do.
+        stages: Stages of the run, as in broker.yaml: each changes rules or the mixture from a step on.
         memory: Size of the broker's arena, such as ``"1GiB"`` or a number of bytes; raised if the settings need more.
         http: ``host:port`` at which to serve status and metrics. Default: no server.
         options: Configuration keys, with the texts of ``streampack.core.model.keys``.

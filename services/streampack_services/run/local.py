@@ -116,6 +116,7 @@ def _settings_of_run(chosen: Mapping[str, Any]) -> dict[str, Any]:
         "memory": chosen["memory"],
         "limits": _keys(chosen, Limits),
         "fields": chosen["fields"] or {},
+        "stages": [dict(stage) for stage in chosen["stages"] or ()],
         "rules": rules | {
             "in_turn": chosen["in_turn"],
             "window": "auto" if chosen["window"] == "auto" else {"samples": chosen["window"]},

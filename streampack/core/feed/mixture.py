@@ -21,13 +21,16 @@ class FeedMixture:
     def streams(self) -> list[MixedStream]:
         """Return all streams in the order of their numbers, also those that a requested change adds later."""
         planner, partitions = self._planner, self._leases.partitions
-        streams, merge = planner.live.latest.streams, planner.merge.current
+        latest, merge = planner.live.latest.streams, planner.merge.current
+        current = planner.live.current.streams
+        streams = (*current, *latest[len(current) :])
         shares: list[float | None] = [0.0] * len(streams)
         if planner.live.latest.merge == "arrival":
             shares = [None] * len(streams)
         else:
             gives = merge.giving_streams.tolist()
-            weights = [rule.weight * more for rule, more in zip(planner.live.current.streams, gives, strict=False)]
+            now = planner.live.current.shares_at(planner.former.next_step)
+            weights = [weight * more for weight, more in zip(now, gives, strict=False)]
             shares[: len(weights)] = [weight / (sum(weights) or 1.0) for weight in weights]
         ended = merge.ended_streams.tolist()
         samples, tokens = self._history.trained_before(self._steps.released_upto).tolist()

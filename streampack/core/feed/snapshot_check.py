@@ -33,7 +33,7 @@ MAX_AGE = 2**31
 MAX_SKIPS = 4096
 """Most ranges of skipped steps in a snapshot."""
 _NAME_CHARS = 200
-_CHANGING = (*(key for key in StageRules.__struct_fields__ if key != "overlong"), "weights_ramp", "stages")
+_CHANGING = (*(key for key in StageRules.__struct_fields__ if key != "overlong"), "in_turn", "weights_ramp", "stages")
 """Rules that a change may alter."""
 
 

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from streampack.core.model.keys.stage_keys import Stage, StageBegin, WeightsRamp
 from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules, StreamRules
+from streampack.core.packers.registry import parameters_of
 
 MAX_WEIGHT = 1e9
 _STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
@@ -165,6 +166,8 @@ def _staged(rules: Rules, stage: Stage, step: int) -> Rules:
     """Return the rules after a stage that begins at ``step``."""
     keys = {key: getattr(stage.rules, key) for key in stage.rules.keys}
     policy = keys.pop("overlong", None)
+    if keys.get("packer", rules.packer) != rules.packer:
+        keys["in_turn"] = "in_turn" in parameters_of(keys["packer"])
     for key, ramp in (("budget", "warmup"), ("packs", "packs_ramp")):
         if key in keys:
             keys[ramp] = msgspec.structs.replace(keys[ramp], begin=step) if ramp in keys else None
