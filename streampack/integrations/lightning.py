@@ -1,7 +1,9 @@
 """Lightning: ``PackedDataModule`` reads feeds of a broker for Lightning's Trainer.
 
 A pack is a batch, and ``accumulate_grad_batches`` is the number of packs of a step on each rank. With manual
-optimization, a batch is a whole step: a list of packs. Six habits of Lightning shape this module:
+optimization, a batch is a whole step: a list of packs, also where a stage has another number of them. Otherwise,
+training ends where a stage has another number than ``accumulate_grad_batches``. It ends where the loader raises
+StageEnds, too, and callbacks save as at the end of an epoch. Six habits of Lightning shape this module:
 
 - Lightning fetches a batch ahead, to know which one is last. The state therefore follows Lightning's count of processed
   batches, not the fetched ones.
@@ -31,7 +33,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from streampack.client.connect import Client, connect
 from streampack.client.ranks import mesh_of
 from streampack.core.model.mesh import Mesh
-from streampack.errors import StreampackError, UserError
+from streampack.errors import StageEnds, StreampackError, UserError
 from streampack.packs.step import Step
 from streampack.views.view import View
 
@@ -245,6 +247,7 @@ class _Batches:
         self._source: Iterator[Step] = iter(())
         self._began = 0  # the count at the start of this iteration
         self._last: int | None = None  # index of the last step of this iteration that is over
+        self._ends: StageEnds | None = None  # a stage that this trainer cannot read has ended training
         self._saved: int | None = None  # index of the last step of a checkpoint that is not committed yet
         accumulated, limit = _accumulated(trainer), trainer.limit_train_batches
         if accumulated and isinstance(limit, int) and limit % accumulated:
@@ -260,6 +263,8 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch; in a further fit, hand out again the batches that were fetched and not used."""
+        if self._ends is not None:  # the Trainer goes on for its min_epochs or min_steps
+            raise self._ends
         self.commit()
         self._drop_finished()
         goes_on = self._steps and (self._count() == self._began or not self._loader.rules.finite)
@@ -273,15 +278,21 @@ class _Batches:
 
     def _iterate(self, steps: Iterator[Step], count: int) -> Iterator[Any]:
         """Yield the batches of ``steps``; ``count`` is the number of batches before. Raises UserError."""
-        for step in steps:
+        stage: str | None = None
+        for step in self._until_stage_ends(steps):
             accumulated = _accumulated(self._trainer)
             if accumulated not in (None, len(step)):
-                raise UserError(
+                why = (
                     f"got {len(step)} packs on each rank in step {step.index}, expected "
                     f"accumulate_grad_batches={accumulated} packs. Set Trainer(accumulate_grad_batches={len(step)}). "
                     f"If the number of packs varies, set automatic_optimization = False in the model: each batch is "
                     f"then a whole step"
                 )
+                if stage in (None, step.stage):
+                    raise UserError(why)
+                self._stop(StageEnds(step.index, step.stage, why))
+                return
+            stage = step.stage
             batches = [list(step)] if accumulated is None else list(step)
             count += len(batches)
             self._steps.append((count, step))
@@ -290,6 +301,23 @@ class _Batches:
                 self.commit()
                 self._fetched.append(batch)
                 yield batch
+
+    def _until_stage_ends(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """Yield steps until the loader raises StageEnds; raise it if it comes before the first of them."""
+        number = 0
+        try:
+            for number, step in enumerate(steps, 1):  # noqa: B007 - counted for the handler
+                yield step
+        except StageEnds as error:
+            if not number:
+                raise
+            self._stop(error)
+
+    def _stop(self, error: StageEnds) -> None:
+        """Let the Trainer end after the steps that were handed out, and save."""
+        self._ends = error
+        self._trainer.should_stop = True
+        rank_zero_warn(f"training stops, and callbacks save as at the end of an epoch: {error}")
 
     def step(self) -> Step:
         """Return the first step that is not over. Raises UserError without a batch in use."""
@@ -312,7 +340,7 @@ class _Batches:
         if last is None and self._steps:  # steps were fetched, and none is over
             last = self._steps[0][1].index - 1
         self._saved = self._last
-        over = not self._steps and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        over = not self._steps and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not self._ends
         batches = _accumulated(self._trainer) or 1
         return {"loader": self._loader.state_dict(last), "epoch_is_over": over, "batches_a_step": batches}
 

@@ -95,15 +95,23 @@ class StreampackDataLoader(BaseDataLoader):
         self._rows, self._commits = local_batch_size, dp_rank == copy == 0
         self._step, self._left, self._saved = -1, 0, -1
         self._sizes = dp_world_size, seq_len, local_batch_size, snapshot_every_n_steps
+        self._packs = 0  # of the steps so far
         try:
             check_stages(self._loader, self._check, "Set training.steps to that step, so that torchtitan saves there")
         except UserError:
             self._loader.close()
             raise
+        self._packs = 0
 
     def _check(self, rules: Rules, step: int) -> None:
-        """Raise UserError if rules do not fit torchtitan's batches."""
+        """Raise UserError if rules do not fit torchtitan's batches, or steps have more or fewer packs than before."""
         check_rules(rules, *self._sizes)
+        if self._packs not in (0, rules.packs):
+            raise UserError(
+                f"got steps of {rules.packs} packs, expected {self._packs} as before. Set training.global_batch_size "
+                f"to {rules.packs}"
+            )
+        self._packs = rules.packs
 
     def __iter__(self) -> Iterator[Batch]:
         for step in FixedSteps(self._loader, self._check):

@@ -185,7 +185,6 @@ def test_each_evaluation_is_over_the_same_steps_of_the_valid_feed(tmp_path: Path
         ({"virtual_pipeline_model_parallel_size": 2}, "got virtual_pipeline_model_parallel_size=2, expected None"),
         ({"hybrid_context_parallel": True}, "got hybrid_context_parallel=True, expected False"),
         ({"create_attention_mask_in_dataloader": True}, "got create_attention_mask_in_dataloader=True"),
-        ({"rampup_batch_size": [1, 1, 8]}, "got rampup_batch_size"),
         ({"dataloader_inter_document_masking": False}, "got neither dataloader_inter_document_masking nor sft"),
         ({"step_batch_size_schedule": "0:4 1M:8"}, "got step_batch_size_schedule='0:4 1M:8', expected None"),
         ({"eval_micro_batch_size": 2}, "got eval_micro_batch_size=2, expected 1"),
