@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from streampack import integrations
 from streampack.config.typed_yaml import convert
@@ -21,6 +18,8 @@ from streampack.core.model.rules import Align, Batch, Rules
 from streampack.errors import StateError, UserError
 from streampack.sources import SourceSettings, open_source
 from tests.integration.frameworks.example_runs import EXAMPLES, killed_and_resumed_is_the_same, serving
+from tests.integration.frameworks.megatron_ranks import arguments, train_iterator
+from tests.integration.frameworks.megatron_ranks import ranks as ranks
 from tests.integration.running import RunningBroker, producing_here, running_broker, until, write_jsonl
 
 
@@ -28,37 +27,6 @@ from tests.integration.running import RunningBroker, producing_here, running_bro
 def broker() -> Iterator[RunningBroker]:
     with serving() as running:
         yield running
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Megatron's parallel_state, of one rank."""
-    with warnings.catch_warnings():  # without a GPU's libraries, it says so
-        warnings.simplefilter("ignore")
-        from megatron.core import parallel_state
-    meeting = tmp_path_factory.mktemp("gloo") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield parallel_state
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def arguments(folder: Path | None = None, **changed: Any) -> SimpleNamespace:
-    """Of Megatron-LM, those that are read."""
-    args = {
-        "dataloader_type": "external", "micro_batch_size": 1, "global_batch_size": 4, "seq_length": 128, "iteration": 0,
-        "calculate_per_token_loss": True, "dataloader_inter_document_masking": True, "sft": False, "save": folder,
-        "load": None, "eval_iters": 0, "eval_micro_batch_size": 1, "create_attention_mask_in_dataloader": False,
-        "virtual_pipeline_model_parallel_size": None, "hybrid_context_parallel": False, "rampup_batch_size": None,
-        "step_batch_size_schedule": None, "context_parallel_size": 1, "mtp_num_layers": None,
-        "pipeline_model_parallel_layout": None,
-    }  # fmt: skip
-    return SimpleNamespace(**(args | changed))
-
-
-def train_iterator(broker: RunningBroker, args: SimpleNamespace) -> Any:
-    return integrations.megatron.datasets_provider(lambda: args, endpoint=broker.trainers)()[0]
 
 
 def test_a_loop_of_megatron_core_goes_on_where_it_was_killed(

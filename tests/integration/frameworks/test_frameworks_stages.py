@@ -16,9 +16,8 @@ from streampack import integrations
 from streampack.config.typed_yaml import convert
 from streampack.errors import UserError
 from streampack.sources import SourceSettings, open_source
-from tests.integration.frameworks.test_frameworks_megatron import arguments, train_iterator
-from tests.integration.frameworks.test_frameworks_megatron import ranks as ranks
-from tests.integration.frameworks.test_frameworks_torchtitan import loader as of_torchtitan
+from tests.integration.frameworks.megatron_ranks import arguments, train_iterator
+from tests.integration.frameworks.megatron_ranks import ranks as ranks
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 
 SETTINGS: dict[str, Any] = {
@@ -44,6 +43,11 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
     source = open_source(convert({"source": "jsonl", "shards": str(file)}, SourceSettings))
     with running_broker(SETTINGS) as running, producing_here(running.producers, {"text": source}):
         yield running
+
+
+def of_torchtitan(broker: RunningBroker, rows: int) -> Any:
+    config = integrations.torchtitan.StreampackDataLoader.Config(endpoint=broker.trainers)
+    return config.build(dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=128, local_batch_size=rows)
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -122,7 +126,7 @@ def test_sizes_of_a_rampup_are_those_of_megatron(ramp: list[int], size: int) -> 
 def test_torchtitan_ends_where_a_stage_has_other_packs_and_says_what_to_set(
     broker: RunningBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = of_torchtitan(broker, local_batch_size=2)
+    data = of_torchtitan(broker, 2)
     assert "Set training.steps to that step" in warned(caplog)[0]
     batches = iter(data)
     assert [next(batches)[1].shape for _ in range(3)] == [(2, 128)] * 3
@@ -131,7 +135,7 @@ def test_torchtitan_ends_where_a_stage_has_other_packs_and_says_what_to_set(
     state = data.state_dict()
     assert state["next_step"] == 3
     data.close()
-    data = of_torchtitan(broker, local_batch_size=4)
+    data = of_torchtitan(broker, 4)
     data.load_state_dict(state)
     batches = iter(data)
     assert [next(batches)[1].shape for _ in range(2)] == [(4, 128)] * 2
