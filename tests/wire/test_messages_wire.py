@@ -19,7 +19,9 @@ from msgspec.structs import replace
 
 from streampack.core.model.fields import Field
 from streampack.core.model.keys.field_keys import NumberType
+from streampack.core.model.keys.stage_keys import Stage, StageBegin
 from streampack.core.model.mesh import Mesh
+from streampack.core.model.rule_changes import Reweigh, Scheduled, WholeRules
 from streampack.core.model.rules import Align, Rules, StreamRules
 from streampack.core.packers.registry import PackerName
 from streampack.core.protocol.message import Envelope, Message, Reject, Who
@@ -47,6 +49,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.binary(min_size=kind.min_length or 0, max_size=min(kind.max_length or 24, 24))
         case inspect.NoneType():
             return st.none()
+        case inspect.Metadata():
+            return values(kind.type)
         case inspect.LiteralType():
             return st.sampled_from(kind.values)
         case inspect.UnionType():
@@ -71,6 +75,12 @@ def structs(cls: Any) -> st.SearchStrategy[Any]:
         return meshes()
     if cls is Rules:
         return rules()
+    if cls is Scheduled:
+        begins = st.integers(0, 2**62 - 1)
+        at = st.builds(StageBegin, step=begins) | st.builds(StageBegin, tokens=begins)
+        weights = st.dictionaries(st.text(max_size=5), st.floats(0, 1e9), max_size=3)
+        asks = st.builds(Reweigh, weights) | st.builds(Stage, at=at, weights=weights, over=st.integers(0, 9))
+        return st.builds(Scheduled, begins, asks | st.builds(WholeRules, rules()), at, st.text(max_size=9))
     return st.builds(
         cls, **{f.name: values(f.type) | st.just(UNSET) if left_out(f) else values(f.type) for f in fields(cls)}
     )
