@@ -76,6 +76,7 @@ class Staged:
         former.strict = bool(self.waiting) or self._ramps
         if former.begun:
             return
+        self._follow()
         if ramp is not None and self._ramps and former.next_step > ramp.begin:
             while self._admit():
                 pass
@@ -92,8 +93,12 @@ class Staged:
             self.begins.append((former.next_step, self.merge.position))
             self._turn(apply_change(self.rules, self.waiting.pop(0), former.next_step))
         former.strict = bool(self.waiting) or self._ramps
-        if former.rules != self.rules and former.fits(self.rules):
-            former.change(self.rules)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Let packs follow the rules of the merge, as soon as all samples fit."""
+        if self.former.rules != self.rules and self.former.fits(self.rules):
+            self.former.change(self.rules)
 
     @property
     def _ramps(self) -> bool:

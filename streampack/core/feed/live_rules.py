@@ -134,9 +134,11 @@ class LiveRules:
     def is_due(self, next_step: int, tokens: int) -> bool:
         """Return True if step ``next_step``, after ``tokens`` tokens in steps, must wait for a change of the rules."""
         changes = self._history.changes
+        if self._ramps(next_step):
+            return True
         if self.applied < len(changes):
             return changes[self.applied].merged is not UNSET and changes[self.applied].step <= next_step
-        return bool(self._due(next_step, tokens)) or self._ramps(next_step)
+        return bool(self._due(next_step, tokens))
 
     def _due(self, next_step: int, tokens: int) -> list[Scheduled]:
         """Return the changes without a place that may take effect at ``next_step``. Stages of the rules begin in order.
