@@ -86,6 +86,8 @@ class Shell:
         self.answers: list[Answer] = []
         self.errors: list[str] = []
         """Texts of reported errors."""
+        self.warnings: list[str] = []
+        """Texts of reported warnings."""
         self._events: deque[Event] = deque()
 
     def start(self, core: Broker, samples: Arena | Handles | None = None) -> None:
@@ -156,6 +158,7 @@ class Shell:
         else:
             assert isinstance(effect, Report), effect
             self.errors += [effect.text] if effect.level == "error" else []
+            self.warnings += [effect.text] if effect.level == "warning" else []
 
     # What subclasses do otherwise
 

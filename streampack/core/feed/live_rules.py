@@ -190,8 +190,14 @@ class LiveRules:
             self._check_streams(ask)
         streams = [*self._streams, *(ask.add if isinstance(ask, Restream) else ())]
         self._check_memory(self._all([*history.pending, change], streams))
+        twice = [f"change {each.id} ({each.name})" for each in history.pending if _same(each, change)]
         effects = self._recorder.record_asked(change)
         self.know(streams)
+        if twice:
+            text = (
+                f"feed {self._feed!r}: change {change.id} sets what {' and '.join(twice)} sets at {change.at}, too. It "
+            )
+            effects.append(Report("warning", text + "holds, because it was asked for last", feed=self._feed))
         return effects, change
 
     def _check_streams(self, ask: Restream) -> None:
@@ -384,6 +390,11 @@ class LiveRules:
 def _name_of(ask: Difference) -> str:
     """Return the name of a stage; empty for other changes."""
     return ask.name if isinstance(ask, Stage) else ""
+
+
+def _same(one: Scheduled, other: Scheduled) -> bool:
+    """Return whether two changes set the same rule at the same step."""
+    return one.at == other.at and bool(one.keys & other.keys)
 
 
 def _order(change: Scheduled) -> tuple[int, int]:

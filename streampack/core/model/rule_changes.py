@@ -81,6 +81,13 @@ class Scheduled(Struct, frozen=True, omit_defaults=True):
     note: str = ""
 
     @property
+    def keys(self) -> set[str]:
+        """Names of what it changes."""
+        if isinstance(self.ask, Stage):
+            return {*self.ask.rules.keys, *(["weights"] if self.ask.weights is not None else [])}
+        return {"weights"} if isinstance(self.ask, Reweigh) else set()
+
+    @property
     def name(self) -> str:
         """The name of a stage, or a text that describes the change."""
         return self.ask.name if isinstance(self.ask, Stage) and self.ask.name else describe_change(self.ask)

@@ -232,3 +232,14 @@ def test_without_a_rule_of_stages_steps_are_others(
         except AssertionError:
             return
     pytest.fail("30 runs have the same steps without the rule")
+
+
+def test_the_last_asked_of_two_changes_of_one_rule_at_one_step_holds_with_a_warning() -> None:
+    rules = staged("split", "exact_fill", 6, [])
+    run = live(rules, 1)
+    for packs in (1, 3):
+        run.ask(Stage(at=StageBegin(step=6), rules=StageRules(packs=packs)))
+    run.finish()
+    assert [change.rules.packs for change in run.changes()] == [1, 3]
+    assert run.feed.planner.former.rules.packs == 3
+    assert any("change 1 sets what change 0 (stage packs=1) sets at step 6, too" in text for text in run.warnings)
