@@ -188,7 +188,13 @@ class History:
     @property
     def next_id(self) -> int:
         """The number of the next change that is asked for; the stages of the rules have the first numbers."""
-        return max((each.id + 1 for each in self.asked), default=len(self.rules.stages))
+        return max([len(self.rules.stages), *(number + 1 for number in self._numbers)])
+
+    @property
+    def _numbers(self) -> set[int]:
+        """The numbers of all changes that were asked for, also of those that have taken effect or were canceled."""
+        placed = {change.id for change in self.changes if change.id is not UNSET}
+        return {each.id for each in self.asked} | placed | self.canceled
 
     @property
     def pending(self) -> list[Scheduled]:
@@ -206,14 +212,14 @@ class History:
     def knows(self, given: Snapshot) -> bool:
         """Return whether all rule changes and skipped steps of a checkpoint's snapshot are recorded."""
         placed = given.placed
-        own, asked = self.changes[: len(placed)], {each.id for each in self.asked}
+        own = self.changes[: len(placed)]
         return (
             len(own) == len(placed)
             and all(
                 (mine.rules, mine.position) == (other.rules, other.position)
                 for mine, other in zip(own, placed, strict=True)
             )
-            and asked.issuperset(each.id for each in given.asked)
+            and self._numbers.issuperset(each.id for each in given.asked)
             and self.canceled.issuperset(given.canceled)
             and all(skip in self.skips for skip in given.skips)
         )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from streampack.core.feed.live_rules import LiveRules
 from streampack.core.feed.planner import Planner
+from streampack.core.journal.history import History
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
@@ -155,6 +156,22 @@ def test_live_changes_hold_where_they_were_recorded(seeds: range) -> None:
 
 
 @settings(max_examples=15)
+def test_a_number_of_a_change_is_not_used_again_once_the_log_is_cut() -> None:
+    run = live(staged("split", "exact_fill", 6, [Stage(at=StageBegin(step=900))]), 1)
+    asked = [run.ask(Reweigh({"web": 2}), 6).id, run.ask(Reweigh({"web": 3}), 900).id]
+    run.ask(Cancel(2))
+    run.read(2)
+    checkpoint = run.state(2).snapshot
+    run.read(9)
+    cut = History(run.rules, len(run.feed.planner.merge.current.merged_samples))
+    cut.recover(run.feed.history.facts(0), 0)
+    assert (asked, cut.next_id, [change.id for change in cut.pending]) == ([1, 2], 3, [0])
+    assert checkpoint is not None
+    assert [each.id for each in checkpoint.asked] == [1]
+    assert cut.knows(checkpoint)
+
+
+@settings(max_examples=25)
 @given(feeds(), st.integers(0, 999), st.lists(st.tuples(st.sampled_from(["kill", "back", "moved"]), st.integers(0, 9))))
 def test_kills_and_going_back_around_stages_change_no_step(
     rules: Rules, seed: int, story: list[tuple[str, int]]
