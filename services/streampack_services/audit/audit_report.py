@@ -54,6 +54,7 @@ def _show_step(report: Tree) -> None:
         ("tokens", f"{report['num_tokens']:,}{room}"),
         ("loss tokens", f"{report['num_loss_tokens']:,}, the step's denominator"),
         ("media", media_text(report["num_items"], report["num_patches"]) if report["num_items"] else ""),
+        ("stage", _stage_text(report["stage"])),
         ("digest", report["digest"]),
         ("chain", report["chain"]),
         ("reported", means and f"{means} (means of the samples)"),
@@ -69,6 +70,17 @@ def _show_step(report: Tree) -> None:
     elif samples and "origin" in samples[0][1]:
         console.print()
         console.print(_places_table(samples))
+
+
+def _stage_text(stage: Tree | None) -> str:
+    """Return the stage of a step and its rules as text; empty in a run whose rules never change."""
+    if stage is None:
+        return ""
+    weights = ", ".join(f"{name} {share:.3g}" for name, share in stage["weights"].items())
+    packs = "" if stage["packs"] is None else f"{counted(stage['packs'], 'pack')} of "
+    late = ", the packs of the stage before until no longer sample waits" if stage["late"] else ""
+    head = f"{stage['number']} ({stage['name']}), from step {stage['step']:,} on"
+    return f"{head}: {packs}{stage['budget']:,} tokens{late}; weights {weights}"
 
 
 def _places_table(samples: list[tuple[int, Tree]]) -> Table:

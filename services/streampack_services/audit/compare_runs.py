@@ -5,20 +5,21 @@ their checksums. A step that only one of the runs skips differs, too, because th
 goes on after such a step, since the samples of all steps may still be the same.
 
 The reasons are the facts that decide steps: the rules, the data of each stream, skips, and the order in which pushed
-samples came.
+samples came. A stage of the rules, or a change that a person asked for, also differs if it begins elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
-from streampack.core.model.rules import Rules
+from msgspec.structs import replace
+
 from streampack.errors import UserError
 from streampack_services.audit.why import differences, feed_of, raise_if_damaged
 from streampack_services.ledger.ledger import Ledger
-from streampack_services.ledger.run_history import FeedHistory
+from streampack_services.ledger.run_history import FeedHistory, RulesFrom
 from streampack_services.ledger.step_rows import StepRows
 
 Tree = dict[str, Any]
@@ -93,8 +94,9 @@ def _skips(feed: FeedHistory, which: str, steps: list[int]) -> list[str]:
 def _reasons(ledgers: Ledgers, feeds: Feeds, steps: tuple[StepRows, StepRows]) -> list[str]:
     """Return the reasons for which a step has other samples, as sentences."""
     number = steps[0].step
-    rules: list[Rules] = [of.rules_at(number, step.lsn) for of, step in zip(feeds, steps, strict=True)]
+    rules = [replace(of.rules_at(number, step.lsn), stages=of.stages) for of, step in zip(feeds, steps, strict=True)]
     reasons = [f"The rules differ: {line}." for line in differences(*rules)]
+    reasons += _changes([of.changes_at(number, step.lsn)[1:] for of, step in zip(feeds, steps, strict=True)], feeds)
     for stream in feeds[0].streams.keys() & feeds[1].streams.keys():
         ours, theirs = (ledger.history.sources.get(stream, []) for ledger in ledgers)
         if ours and theirs and set(ours) != set(theirs):
@@ -105,6 +107,18 @@ def _reasons(ledgers: Ledgers, feeds: Feeds, steps: tuple[StepRows, StepRows]) -
     if pushed:
         reasons.append(f"Programs push samples of {', '.join(pushed)}: steps depend on the order in which they came.")
     return reasons
+
+
+def _changes(changes: list[list[RulesFrom]], feeds: Feeds) -> list[str]:
+    """Describe the first change of the rules that has another place in the second run, as a sentence."""
+    for one, other in zip_longest(*changes):
+        if one is None or other is None:
+            which, of, change = ("second", feeds[1], other) if one is None else ("first", feeds[0], one)
+            return [f"Only the {which} run changed its rules at step {change.step}: {of.name_of(change)}."]
+        if (one.step, one.position) != (other.step, other.position):
+            places = [f"step {each.step} ({each.position} merged samples)" for each in (one, other)]
+            return [f"{feeds[0].name_of(one)} began at {places[0]} in the first run, and {places[1]} in the second."]
+    return []
 
 
 def _samples(feeds: Feeds, steps: tuple[StepRows, StepRows]) -> list[str]:

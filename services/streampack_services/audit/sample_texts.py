@@ -104,7 +104,7 @@ def _read_again(feed: FeedHistory, step: int, sample: Tree, read: RawSample) -> 
 
     The second value is None if this cannot be known.
     """
-    rules = feed.rules_at(step)
+    rules = feed.rules_of_sample(sample["stream"], sample["index"])
     terms = next(terms for terms in terms_of(rules) if terms.name == sample["stream"])
     lease = lease_of(terms, rules, sample["index"] % terms.partitions, _MANY, _MANY)
     try:

@@ -227,6 +227,7 @@ class _Feed:
         for name, books in self._books.items():
             for index in self._ledger.rejections(name):
                 both = books.in_steps(index)
+                both = both[~self._feed.cut_anew(name, both)]
                 lines = (f"{name}:{each} was rejected and {self._where(name, each)}" for each in both.tolist())
                 self._findings.add_many("contradictions", lines, len(both))
             for partition in range(books.partitions):
@@ -304,11 +305,11 @@ class _Feed:
     def _expected(self, stream: str, partition: int) -> int:
         """Return the samples of a partition that must be accounted for at the end of the feed.
 
-        These are all samples, unless another stream ended the feed or this stream was removed from it.
+        These are all samples, unless another stream ended the feed, or this stream was removed from it or pauses.
         """
         rules, total = self._feed.rules_at(LATEST), self._ledger.history.totals.get((stream, partition), [0])[-1]
-        stops = [each.name for each in rules.streams if each.on_exhaust == "stop"]
-        read = any(each.name == stream and each.weight > 0 for each in rules.streams)
+        stops = [each.name for each in rules.streams if each.on_exhaust == "stop" and each.gives]
+        read = any(each.name == stream and each.gives for each in rules.streams)
         return max(total if read and stops in ([], [stream]) else 0, self._books[stream].upto(partition))
 
     # The result

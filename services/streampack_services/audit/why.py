@@ -20,9 +20,10 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import EXTRA_ROW, I64, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.errors import LedgerDamaged, UserError
+from streampack_services.ledger.formed_by import formed_by
 from streampack_services.ledger.ledger import Ledger
 from streampack_services.ledger.reported_values import ReportedValues
-from streampack_services.ledger.run_history import NEVER, FeedHistory
+from streampack_services.ledger.run_history import NEVER, FeedHistory, RulesFrom
 from streampack_services.ledger.step_rows import StepRows
 
 Tree = dict[str, Any]
@@ -42,7 +43,8 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
     """
     history = feed_of(ledger, feed)
     rows = recorded(ledger, history, step)
-    rules, end = history.rules_at(step, rows.lsn), history.end
+    formed, end = formed_by(ledger, rows), history.end
+    rules = formed.rules
     reported = ledger.reported(history.name, step, rows.lineage)
     return {
         "run": ledger.state.run,
@@ -58,6 +60,7 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
         "num_packs": len(rows.bounds) - 1,
         "num_empty_packs": int((np.diff(rows.bounds) == 0).sum()),
         "budget": rules.budget,
+        "stage": _stage(history, rows, formed),
         "padded": rules.padded,
         "skipped": history.is_skipped(step),
         "skip_notes": history.skip_notes(step),
@@ -72,6 +75,26 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
         "reported": _means(reported),
         "partly_reported": partly(reported),
         "packs": _packs(history, rows, reported, rules, dp_size, pp_size),
+    }  # fmt: skip
+
+
+def _stage(feed: FeedHistory, step: StepRows, formed: RulesFrom) -> Tree | None:
+    """Return the stage of a step and its rules; None in a run whose rules never change.
+
+    ``late``: True while packs still have the rules of the stage before, because they hold longer samples.
+    """
+    stage, number = feed.stage_at(step.step, step.lsn), step.step
+    if stage is None:
+        return None
+    *_, latest = feed.changes_at(number, step.lsn)
+    shares = latest.rules.shares_at(number)
+    streams = zip(latest.rules.streams, shares, strict=True)
+    weights = {stream.name: share / sum(shares) for stream, share in streams if share}
+    packs = formed.rules.packs_at(number) if formed.rules.batch is None else None
+    return {
+        "number": stage.number, "name": stage.name, "step": stage.begin, "budget": formed.rules.budget_at(number),
+        "packs": packs, "weights": {name: round(share, 6) for name, share in weights.items()},
+        "late": formed is not latest,
     }  # fmt: skip
 
 
@@ -218,10 +241,9 @@ def sample_tree(feed: FeedHistory, step: StepRows, reported: Reported, row: int,
 
 def _changes(feed: FeedHistory, step: int, lsn: int) -> list[Tree]:
     """Return the changes of rules at a step: their notes, and the differences to the rules before."""
-    before = feed.rules_at(step - 1, lsn) if step else None
     return [
-        {"note": change.note, "differences": [] if before is None else differences(before, change.rules)}
-        for change in feed.rules if change.note is not None and change.step == step
+        {"note": change.note, "differences": differences(before.rules, change.rules)}
+        for before, change in pairwise(feed.changes_at(step, lsn)) if change.note is not None and change.step == step
     ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ Records of the log pass through these files in order:
 - ``step_rows``: encodes a step in about 10 bytes per sample; ``columns``: encodes its columns.
 - ``reported_values``: puts the values together that ranks reported for a step.
 - ``run_history``: puts the rare records of a run together: rules, changes, lineages, ends.
+- ``formed_by``: tells by which of these rules a step was formed.
 - ``run_hours``: the hours that ranks trained and waited, in a file beside the ledger.
 - ``ledger_tables``: SQLite tables whose rows carry checksums, so that a damaged row is reported and never used.
 

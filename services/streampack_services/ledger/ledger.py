@@ -39,6 +39,7 @@ from streampack.core.journal.log_records import (
     ChunkCompleted,
     ChunkStaged,
     Record,
+    RulesChanged,
     SamplesRejected,
     SnapshotTaken,
     StepFormed,
@@ -55,7 +56,7 @@ from streampack_services.ledger import step_rows
 from streampack_services.ledger.columns import pack_column, unpack_column
 from streampack_services.ledger.ledger_tables import TABLES, LedgerState, Tables
 from streampack_services.ledger.reported_values import ReportedValues, values_of
-from streampack_services.ledger.run_history import LATEST, RunHistory
+from streampack_services.ledger.run_history import LATEST, FeedHistory, RunHistory
 from streampack_services.ledger.step_rows import StepRows
 from streampack_services.log.log import LogEntry
 
@@ -226,6 +227,8 @@ class Ledger:
                 return
         if self.history.add(lsn, record, self._is_brought(self.history, lsn, record)):
             self._tables.insert("records", (lsn, kind, bytes(body)))
+            if isinstance(record, RulesChanged):
+                self._forget_rejections(self.history.feeds[record.feed])
         for old in self.history.obsolete:
             self._tables.delete("records", "lsn = ?", (old,))
         self.history.obsolete.clear()
@@ -269,6 +272,25 @@ class Ledger:
             text = json.dumps(reasons, sort_keys=True)
             lo, hi = int(indices[0]), int(indices[-1])
             self._tables.insert("rejected", (lsn, stream, lo, hi, indices.astype("<i8").tobytes(), text))
+
+    def _forget_rejections(self, feed: FeedHistory) -> None:
+        """Delete the rejections of samples that the broker reads again, and cuts in another way, after a change.
+
+        The broker records which of them it rejects then.
+        """
+        for stream in feed.streams:
+            rows = list(self._tables.rows("rejected", "stream = ?", (stream,)))
+            indices = [np.frombuffer(row[4], "<i8").astype(np.int64) for row in rows]
+            anew = feed.cut_anew(stream, np.concatenate([np.zeros(0, np.int64), *indices]), last=True)
+            bounds = np.cumsum([len(index) for index in indices])
+            for row, index, is_anew in zip(rows, indices, np.split(anew, bounds[:-1]), strict=False):
+                lsn, _, lo, hi, _, reasons = row
+                if not is_anew.any():
+                    continue
+                self._tables.delete("rejected", "lsn = ? AND stream = ? AND lo = ? AND hi = ?", (lsn, stream, lo, hi))
+                if len(kept := index[~is_anew]):
+                    numbers = kept.astype("<i8").tobytes()
+                    self._tables.insert("rejected", (lsn, stream, int(kept[0]), int(kept[-1]), numbers, reasons))
 
     def _add_chunk(self, lsn: int, chunk: ChunkAdmitted) -> None:
         """Add the partition's number of admitted samples, and the chunk's samples that were rejected or dropped."""
@@ -337,6 +359,11 @@ class Ledger:
                 return int(last)
             stop = min(stop, branch.step)
         return -1
+
+    def last_with(self, stream: str, below: int, first: int) -> int:
+        """Return the last step from ``first`` on that may have samples of a stream with an index ``below``; or -1."""
+        last = self._tables.first("max(step)", "spans", "stream = ? AND lo < ? AND step >= ?", (stream, below, first))
+        return -1 if last is None else int(last)
 
     def gaps(self, feed: str) -> list[Gap]:
         """Return the ranges of steps that are not recorded here, after which trainers resumed from a checkpoint."""

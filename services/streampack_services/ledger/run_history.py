@@ -10,14 +10,18 @@ A fact may be recorded again: after a restart, when data is read again, or by th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streampack.core.journal.log_records import (
     Base,
+    ChangeAsked,
+    ChangeCanceled,
     CheckpointCommitted,
     FeedEnded,
     FeedFacts,
@@ -31,8 +35,11 @@ from streampack.core.journal.log_records import (
     StepsSkipped,
     TailDropped,
 )
+from streampack.core.model.keys.stage_keys import Stage
+from streampack.core.model.lease_terms import terms_of
+from streampack.core.model.rule_changes import Schedule, Scheduled
 from streampack.core.model.rules import Rules, RulesChange, StreamRules
-from streampack.core.model.samples import ROW
+from streampack.core.model.samples import I64, ROW
 from streampack.core.model.snapshot import Cursor, Snapshot
 
 T = TypeVar("T")
@@ -57,7 +64,8 @@ class RulesFrom:
     """The ``rules`` that record ``lsn`` sets from ``step`` on.
 
     ``note``: the user's reason for a change; None for the rules that the run began with. ``position``: -1 for a change
-    that was requested and is not in force yet.
+    that was requested and is not in force yet. ``id``: the change's number; None in logs of versions before 0.2.
+    ``merged``: samples of each partition that were merged before; None if they are not known.
     """
 
     lsn: int
@@ -65,12 +73,29 @@ class RulesFrom:
     rules: Rules
     note: str | None = None
     position: int = 0
+    id: int | None = None
+    merged: list[int] | None = None
+
+    def merged_of(self, stream: str) -> list[int]:
+        """Return the samples of each partition of a stream that were merged before; empty if they are not known."""
+        return _by_stream(self.rules, self.merged or []).get(stream, [])
+
+
+@dataclass(frozen=True, slots=True)
+class StageOf:
+    """The stage of a step: its number, its name, and its first step; number 0 are the rules that the run began with."""
+
+    number: int
+    name: str
+    begin: int
 
 
 @dataclass(slots=True)
 class FeedHistory:
     """The recorded facts of one feed, in the order of the log.
 
+    ``rules``: those that the run began with, then those after each change. ``stages``: those that the run began with.
+    ``asked``: changes that people asked for. ``canceled``: the reasons for which changes were canceled, by number.
     ``skips``: (first, last) of skipped steps; ``notes_of_skips``: the reasons that people gave. ``commits``: numbers of
     the next step after each committed checkpoint. ``ends``, ``tails``: records of the feed's ends and of dropped tails.
     ``first_snapshot``: (lsn, snapshot).
@@ -78,6 +103,9 @@ class FeedHistory:
 
     name: str
     rules: list[RulesFrom] = field(default_factory=list)
+    stages: tuple[Stage, ...] = ()
+    asked: list[Scheduled] = field(default_factory=list)
+    canceled: dict[int, str] = field(default_factory=dict)
     lineages: list[Lineage] = field(default_factory=lambda: [Lineage(0, 0, -1)])
     skips: list[tuple[int, int]] = field(default_factory=list)
     notes_of_skips: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -121,8 +149,63 @@ class FeedHistory:
 
     def rules_at(self, step: int, lsn: int = LATEST) -> Rules:
         """Return the rules of ``step`` that record ``lsn`` and earlier records give; by default, all records."""
-        changes = [change for change in self.rules if change.step <= step and change.lsn <= lsn]
-        return max(changes, key=lambda change: (change.step, change.lsn)).rules
+        return self.changes_at(step, lsn)[-1].rules
+
+    def changes_at(self, step: int, lsn: int = LATEST) -> list[RulesFrom]:
+        """Return the first rules and those of each change up to ``step``, in order; ``lsn`` as for ``rules_at``."""
+        return sorted((each for each in self.rules if each.step <= step and each.lsn <= lsn), key=_place_of)
+
+    def rules_of_sample(self, stream: str, index: int) -> Rules:
+        """Return the rules by which sample ``index`` of a stream was merged, which say where it was cut."""
+        changes = self.changes_at(LATEST)
+        for before, change in pairwise(changes):
+            merged = change.merged_of(stream)
+            if merged and index // len(merged) < merged[index % len(merged)]:
+                return before.rules
+        return changes[-1].rules
+
+    def cut_anew(self, stream: str, index: I64, last: bool = False) -> NDArray[np.bool_]:
+        """Return which samples of a stream may have been rejected by rules that changed before they were merged.
+
+        ``index`` int64 [n]; the result is bool [n]. Such a sample is read again, and may be in a step. ``last``: only
+        the last change counts.
+        """
+        anew, changes = np.zeros(len(index), np.bool_), self.changes_at(LATEST)
+        for before, change in pairwise(changes[-2:] if last else changes):
+            merged = np.array(change.merged_of(stream), np.int64)
+            if len(merged) and _cuts(before.rules, stream) != _cuts(change.rules, stream):
+                anew |= index // len(merged) >= merged[index % len(merged)]
+        return anew
+
+    @property
+    def scheduled(self) -> dict[int, Scheduled]:
+        """Each change by number: the stages that the run began with, and what people asked for since."""
+        stages = (Scheduled(number, stage, stage.at) for number, stage in enumerate(self.stages))
+        return {change.id: change for change in (*stages, *self.asked)}
+
+    @property
+    def pending(self) -> list[Scheduled]:
+        """The changes that have not taken effect and are not canceled, in the order of their numbers."""
+        done = self.canceled.keys() | {change.id for change in self.rules}
+        return [change for number, change in sorted(self.scheduled.items()) if number not in done]
+
+    def stage_at(self, step: int, lsn: int = LATEST) -> StageOf | None:
+        """Return the stage of ``step``; None in a run that never had a change of its rules. ``lsn``: see ``rules_at``.
+
+        Every change begins a stage. A stage without a name has the text of its change.
+        """
+        changes = self.changes_at(step, lsn)
+        last = changes[-1]
+        if last.note is None and len(self.rules) == 1 and not self.stages:
+            return None
+        return StageOf(len(changes) - 1, self.name_of(last), last.step)
+
+    def name_of(self, change: RulesFrom) -> str:
+        """Return the name of the stage that a change begins; ``start`` for the rules that the run began with."""
+        if change.note is None:
+            return "start"
+        known = None if change.id is None else self.scheduled.get(change.id)
+        return change.note if known is None else known.name
 
     @property
     def streams(self) -> dict[str, StreamRules]:
@@ -135,11 +218,7 @@ class FeedHistory:
 
     def merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
         """Return for each stream the number of merged samples of each partition when a snapshot was taken."""
-        left = list(snapshot.merge.merged_samples)
-        by_stream = {}
-        for stream in self.rules_of(snapshot).streams:
-            by_stream[stream.name], left = left[: stream.partitions], left[stream.partitions :]
-        return by_stream
+        return _by_stream(self.rules_of(snapshot), snapshot.merge.merged_samples)
 
     def stream_name(self, number: int, step: int, lsn: int) -> str:
         """Return the name of the stream with this number at ``step``, as of record ``lsn``; ``#5`` if unknown."""
@@ -207,6 +286,10 @@ class RunHistory:
                 return self._snapshot(lsn, self._feed(feed), record, brought)
             case RulesChanged(feed=feed, change=change):
                 return self._change(lsn, self._feed(feed), change)
+            case ChangeAsked(feed=feed, change=asked):
+                return _add_once(self._feed(feed).asked, asked)
+            case ChangeCanceled(feed=feed, id=number, note=note):
+                return self._cancel(self._feed(feed), number, note or "")
             case LineageBegan(feed=feed):
                 return self._lineage(self._feed(feed), Lineage(record.lineage, record.step, lsn, record.why))
             case StepsSkipped(feed=feed):
@@ -252,11 +335,18 @@ class RunHistory:
     def _facts(self, lsn: int, feed: FeedHistory, facts: FeedFacts) -> bool:
         """Add the facts of one feed in a ``Base`` record; return whether any of them is new."""
         new = self._lineage(feed, Lineage(facts.lineage, facts.lineage_step, lsn))
-        if not any(known.note is None and known.rules == facts.rules for known in feed.rules):
-            feed.rules.append(RulesFrom(lsn, facts.lineage_step if feed.rules else 0, facts.rules))
+        rules = replace(facts.rules, stages=()) if facts.rules.stages else facts.rules
+        if not any(known.note is None and known.rules == rules for known in feed.rules):
+            feed.rules.append(RulesFrom(lsn, facts.lineage_step if feed.rules else 0, rules))
+            feed.stages = facts.rules.stages
             new = True
         for change in facts.changes:
             new |= self._change(lsn, feed, change)
+        schedule = facts.schedule or Schedule()
+        for asked in schedule.asked:
+            new |= _add_once(feed.asked, asked)
+        for number in schedule.canceled:
+            new |= number not in feed.canceled and self._cancel(feed, number, "")
         for first, last in facts.skips:
             new |= _add_once(feed.skips, (first, last))
         for step in facts.commits:
@@ -265,13 +355,25 @@ class RunHistory:
 
     def _change(self, lsn: int, feed: FeedHistory, change: RulesChange) -> bool:
         """Add a change of rules, or the place where an earlier change takes effect; return whether it is a new fact."""
-        same = [known for known in feed.rules if (known.rules, known.note) == (change.rules, change.note)]
+        number = None if change.id is UNSET else change.id
+        merged = None if change.merged is UNSET else change.merged
+        facts = change.rules, change.note
+        same = [known for known in feed.rules if number is not None and known.id == number] or [
+            known for known in feed.rules if None in (number, known.id) and (known.rules, known.note) == facts
+        ]
         if not same:
-            feed.rules.append(RulesFrom(lsn, change.step, change.rules, change.note, change.position))
+            feed.rules.append(RulesFrom(lsn, change.step, change.rules, change.note, change.position, number, merged))
             return True
         new = same[0].position < 0 <= change.position
         if new:
             same[0].step, same[0].position = change.step, change.position
+        return new
+
+    def _cancel(self, feed: FeedHistory, number: int, note: str) -> bool:
+        """Add that a change does not take effect, also if another broker let it; return whether it is a new fact."""
+        feed.rules = [change for change in feed.rules if change.id != number]
+        new = feed.canceled.get(number) != note
+        feed.canceled[number] = note
         return new
 
     def _lineage(self, feed: FeedHistory, lineage: Lineage) -> bool:
@@ -303,6 +405,23 @@ class RunHistory:
         elif before is not None and before[0] not in (feed.first_snapshot[0], *(at for at, _ in feed.brought)):
             self.obsolete.append(before[0])
         return True
+
+
+def _by_stream(rules: Rules, every: list[int]) -> dict[str, list[int]]:
+    """Return numbers of all partitions of a feed by stream; the last streams may lack."""
+    bounds = accumulate((stream.partitions for stream in rules.streams), initial=0)
+    parts = {stream.name: every[at : at + stream.partitions] for stream, at in zip(rules.streams, bounds, strict=False)}
+    return {name: part for name, part in parts.items() if part}
+
+
+def _cuts(rules: Rules, stream: str) -> tuple[object, ...]:
+    """Return the terms that decide how samples of a stream are cut, and which are dropped."""
+    return next((terms.cuts for terms in terms_of(rules) if terms.name == stream), ())
+
+
+def _place_of(change: RulesFrom) -> tuple[int, int]:
+    """Return a key that sorts changes by their step; equal ones stay in the order in which they were recorded."""
+    return change.step, change.lsn
 
 
 def _add_once(known: list[T], fact: T) -> bool:

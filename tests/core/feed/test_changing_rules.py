@@ -155,7 +155,6 @@ def test_live_changes_hold_where_they_were_recorded(seeds: range) -> None:
         assert not canceled & {change.id for change in changes}, f"seed {seed}"
 
 
-@settings(max_examples=15)
 def test_a_number_of_a_change_is_not_used_again_once_the_log_is_cut() -> None:
     run = live(staged("split", "exact_fill", 6, [Stage(at=StageBegin(step=900))]), 1)
     asked = [run.ask(Reweigh({"web": 2}), 6).id, run.ask(Reweigh({"web": 3}), 900).id]
@@ -171,7 +170,7 @@ def test_a_number_of_a_change_is_not_used_again_once_the_log_is_cut() -> None:
     assert cut.knows(checkpoint)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(feeds(), st.integers(0, 999), st.lists(st.tuples(st.sampled_from(["kill", "back", "moved"]), st.integers(0, 9))))
 def test_kills_and_going_back_around_stages_change_no_step(
     rules: Rules, seed: int, story: list[tuple[str, int]]
