@@ -330,7 +330,11 @@ def _dashboard() -> Json:
             "list": [
                 {"name": "Alerts", "enable": True, **SOURCE, "expr": 'ALERTS{alertstate="firing",run=~"$run"}',
                  "titleFormat": "{{alertname}}", "textFormat": "{{feed}} {{stream}} {{cause}}", "iconColor": "red",
-                 "step": "30s"}
+                 "step": "30s"},
+                {"name": "Stages", "enable": True, **SOURCE,
+                 "expr": 'changes(streampack_stage_since_step{instance=~"$instance",feed=~"$feed"}[1m]) > 0',
+                 "titleFormat": "a stage begins", "textFormat": "{{feed}}", "iconColor": "blue",
+                 "step": "30s"},
             ]
         },
         "links": [],

@@ -20,7 +20,7 @@ from streampack.core.feed.feed import Feed
 from streampack.core.form.form_stats import FILL_BOUNDS, ValueCounts
 from streampack.core.model.rules import Rules
 from streampack.core.stats.data_wait import NextWaits
-from streampack.core.stats.fill import from_moments
+from streampack.core.stats.fill import Totals, of_budgets
 from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack.core.stats.padding import CAUSES
 from streampack.version import __version__
@@ -200,8 +200,8 @@ class Reporter:
             silent: Seconds since a producer was heard, for each stream that has none.
         """
         steps, former, formed = feed.readers.steps, feed.planner.former, feed.figures
-        budget = feed.rules.budget
-        counted = formed.totals if steps.dealt.padded is None else steps.dealt.padded_totals
+        by_budget = formed.by_budget if steps.dealt.padded is None else steps.dealt.padded_by_budget
+        counted = sum(by_budget.values(), Totals())
         reasons = waiting_for(feed)
         stalled_s = self._waits.stalled_s(now, feed, reasons)
         waiting = filled(WaitingFor, reasons) if reasons else None
@@ -249,10 +249,10 @@ class Reporter:
             steps_left=steps_left(self._core, feed),
             totals=filled(PackTotals, formed.totals, packs=counted.packs, empty_packs=counted.empty_packs),
             figures=filled(
-                FeedFigures, from_moments(counted.packs, counted.tokens, counted.square_tokens, budget), steps.dealt
+                FeedFigures, of_budgets({budget: each.moments for budget, each in by_budget.items()}), steps.dealt
             ),
             padded_figures=filled(
-                AlignedFigures, from_moments(counted.packs, counted.slot_tokens, counted.square_slot_tokens, budget)
+                AlignedFigures, of_budgets({budget: each.slot_moments for budget, each in by_budget.items()})
             ),
             waste_tokens=dict(zip(CAUSES, feed.waste.tolist(), strict=True)),
             lost_tokens=_lost_tokens(feed),

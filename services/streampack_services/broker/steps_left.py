@@ -5,7 +5,9 @@ earlier iteration, are exact. Shards that are not opened are assumed to be like 
 not come like those that have. The steps left are the tokens left of each stream / the mean tokens of a step so far. For
 batches of a fixed number of samples, both count samples instead. The bounds are two standard deviations away.
 
-There is no estimate for a feed that does not end, or for a stream whose source does not know its shards.
+There is no estimate for a feed that does not end, or for a stream whose source does not know its shards. If the rules
+change, the steps to come have the room of the stages that will hold then (``changes.begin_estimate``). There is no
+estimate while a stage is to come that other streams give samples to: nobody knows what is left of them then.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import numpy as np
 
 from streampack.core.broker import Broker
 from streampack.core.feed.feed import Feed
+from streampack.core.model.keys.stage_keys import Stage
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.protocol.producer_messages import SourceSize
+from streampack_services.broker.changes.begin_estimate import pace_of, steps_of
 from streampack_services.broker.status import StepsLeft
 
 
@@ -49,16 +53,22 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
         return StepsLeft(estimate=left_now, low=left_now, high=left_now)
     if not rules.finite or not totals.steps:
         return None
-    every = [_stream_left(core, feed, number, stream) for number, stream in enumerate(rules.streams) if stream.weight]
+    if _streams_change(feed, rules):
+        return None
+    every = [_stream_left(core, feed, number, stream) for number, stream in enumerate(rules.streams) if stream.gives]
     left = [each for each in every if each is not None]
     stops = [each for each in left if each.share is not None]
-    if len(stops) < sum(stream.on_exhaust == "stop" and stream.weight > 0 for stream in rules.streams):
+    if len(stops) < sum(stream.on_exhaust == "stop" and stream.gives for stream in rules.streams):
         return None
     former, spread = feed.planner.former, 0.0 if _in_samples(rules) else _spread(feed)
     in_window, in_steps = former.queued_tokens, totals.tokens
     if _in_samples(rules):
         in_window, in_steps = former.queued_samples, totals.samples
-    of_step = in_steps / totals.steps
+    of_step, pace = in_steps / totals.steps, None
+    if not _in_samples(rules) and (feed.history.changes or feed.history.pending):
+        of_step, pace = 1.0, pace_of(feed)  # estimate tokens first
+        if pace is None:
+            return None
     ways = [
         estimate([each], in_window, of_step, spread) for each in stops
     ]  # the feed ends with the first of these streams
@@ -68,7 +78,17 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
         return None
     formed = readers.steps.formed_upto - readers.steps.released_upto
     likely, low, high = min(ways)
+    if pace is not None:
+        likely, low, high = (steps_of(feed, pace, tokens) for tokens in (likely, low, high))
     return StepsLeft(estimate=formed + likely, low=formed + low, high=formed + high)
+
+
+def _streams_change(feed: Feed, rules: Rules) -> bool:
+    """Return True if other streams give samples in a stage to come than after all stages, by ``rules``."""
+    giving = {stream.name for stream in rules.streams if stream.gives}
+    mixtures = [each.ask.weights for each in feed.history.pending if isinstance(each.ask, Stage) and each.ask.weights]
+    current = {stream.name for stream in feed.planner.live.current.streams if stream.gives}
+    return bool(mixtures) and any(giving != set(each) for each in [current, *mixtures])
 
 
 def estimate(left: Sequence[Left], held: float, of_step: float, spread: float) -> tuple[int, int, int]:
@@ -118,7 +138,11 @@ def _stream_left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> 
         return None if total > merged else Left(0.0, 0.0, 0.0, 0)
     rules = feed.latest_rules
     kept = counts.samples - sum(counts.rejected.values()) if _in_samples(rules) else counts.tokens
-    share = stream.weight / sum(each.weight for each in rules.streams) if stream.on_exhaust == "stop" else None
+    share = (
+        stream.weight / sum(each.weight for each in rules.streams if each.gives)
+        if stream.on_exhaust == "stop"
+        else None
+    )
     return Left(max(total - merged, 0.0), variance, kept / counts.samples, counts.samples, share)
 
 

@@ -354,7 +354,7 @@ def media_lines(feed: FeedView, held_bytes: int, width: int) -> list[Text]:
         held_bytes: Bytes of media that the broker holds, for all feeds.
         width: Most characters of a line.
     """
-    media, rules, totals = feed.status.media, feed.status.rules, feed.status.totals
+    media, rules, totals = feed.status.media, feed.status.changes.in_force, feed.status.totals
     if media is None:
         return []
     limits = rules.limits or MediaLimits()

@@ -12,7 +12,7 @@ const TIME_WIDTH = 52; // of "14:05:09"; half of it may lie beside the plot, ove
 const cursors = window.uPlot.sync("time");
 
 export class Chart {
-  #place; #spec; #plot = null; #data = null; #empty; #legend; #values = [];
+  #place; #spec; #plot = null; #data = null; #empty; #legend; #values = []; #marks = [];
 
   // spec: {series: [{label, color}], kind: "line" | "stack" | "bars", unit(value) -> text, empty: text,
   //        xLabel, yLabel}
@@ -36,13 +36,19 @@ export class Chart {
   // xs: seconds of the wall clock, or labels of bars; columns: values of each series, null if not known.
   draw(xs, columns, about) {
     this.#data = { xs, columns };
-    setAttribute(this.#place, "aria-label", about);
+    const marked = this.#marks.map(([at, name]) => `; ${name} began at ${clock(at)}`).join("");
+    setAttribute(this.#place, "aria-label", about + marked);
     const some = columns.some((column) => column.some((value) => value !== null));
     this.#empty.hidden = some;
     this.#place.classList.toggle("has-data", some);
     if (!this.#plot) this.#make();
     this.#plot.setData(this.#drawn());
     if (this.#plot.cursor.idx == null) this.#say(null);
+  }
+
+  // Mark times with a name, [[seconds of the wall clock, name], ...], in the next drawing.
+  mark(marks) {
+    this.#marks = marks;
   }
 
   // Draw with the colors of another theme.
@@ -95,9 +101,29 @@ export class Chart {
         { ...ink, grid, ticks: { show: false }, label: yLabel, size: 54, space: 34, values: (_, splits) => splits.map(unit) },
       ],
       series: [{}, ...ordered.map((each, index) => this.#line(each, index, ordered.length))],
-      hooks: { setCursor: [(plot) => this.#say(plot.cursor.idx)] },
+      hooks: { setCursor: [(plot) => this.#say(plot.cursor.idx)], draw: [(plot) => this.#drawMarks(plot)] },
     };
     this.#plot = new window.uPlot(options, [[0]], this.#place.querySelector(".plot"));
+  }
+
+  // A line at each mark, with its name beside it.
+  #drawMarks({ ctx, bbox, valToPos }) {
+    if (!this.#marks.length) return;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = color("--quiet");
+    ctx.font = `${11 * window.devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textBaseline = "top";
+    for (const [at, name] of this.#marks) {
+      const x = Math.round(valToPos(at, "x", true));
+      const isRight = x > bbox.left + bbox.width / 2;
+      ctx.textAlign = isRight ? "right" : "left";
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.fillText(name, x + (isRight ? -4 : 4), bbox.top + 2);
+    }
+    ctx.restore();
   }
 
   #times(bars) {

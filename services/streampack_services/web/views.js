@@ -16,11 +16,23 @@ export const CHARTS = {
 
 export function drawCharts(charts, window, feed) {
   const over = `mean over ${duration(window.smooth)}`;
+  const marks = stagesIn(window, feed);
+  for (const chart of [charts.speed, charts.padding, charts.waits]) chart.mark(marks);
   drawSpeed(charts.speed, window, feed, over);
   drawPadding(charts.padding, window, feed, over);
   drawWaits(charts.waits, window, over);
   drawLengths(charts.lengths, feed);
   drawFills(charts.fills, feed);
+}
+
+// The stages that began in a window: [[seconds of the wall clock, name], ...]. A stage begins with the first row that has
+// a step of it.
+function stagesIn(window, { changes }) {
+  const formed = window.of("formed");
+  return changes.past.flatMap(({ step, name }) => {
+    const at = formed.findIndex((steps, index) => steps > step && index > 0 && formed[index - 1] <= step);
+    return at < 0 ? [] : [[window.times[at], name]];
+  });
 }
 
 function drawSpeed(chart, window, feed, over) {
@@ -68,7 +80,7 @@ function drawLengths(chart, feed) {
   const rows = first < 0 ? [] : Array.from(octaves.slice(first), (each) => each ?? [0, 0]);
   const { samples } = feed.totals;
   const tokens = feed.totals.tokens + feed.totals.shared_tokens; // here a sample has all of its tokens
-  setText(byId("about-lengths"), samples ? `${count(samples)} samples, mean length ${short(tokens / samples)} tokens; the budget is ${count(feed.rules.budget)}.` : "");
+  setText(byId("about-lengths"), samples ? `${count(samples)} samples, mean length ${short(tokens / samples)} tokens; the budget is ${count(feed.changes.in_force.budget)}.` : "");
   chart.draw(rows.map((_, index) => octaveName(first + index)),
     [rows.map(([some]) => some / samples), rows.map(([, all]) => all / tokens)], "Lengths of samples in tokens; the upper bound of each bar is twice its lower bound");
 }

@@ -34,7 +34,7 @@ export function showTiles(status, feed) {
   tiles(byId("tiles"), [
     ["tokens_per_s", "tokens / s", short(feed.tokens_per_s), `${short(feed.totals.tokens)} in total`],
     ...sharedTile(feed.totals),
-    ["utilization", "utilization", feed.figures.packs ? percent(feed.figures.utilization) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)} tokens`],
+    ["utilization", "utilization", feed.figures.packs ? percent(feed.figures.utilization) : "", `${count(feed.totals.packs)} packs${feed.changes.past.length ? ", now" : ""} of ${count(feed.changes.in_force.budget)} tokens`],
     ["returned", "steps returned", count(returned), steps.join(", ")],
     ["data_wait", "longest data wait", waits.length ? percent(waits[0].data_wait, 2) : "", aboutWaits(feed, waits[0])],
     ["cost", "load imbalance", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "max / mean cost; 1 is perfect"],
@@ -166,10 +166,12 @@ export function showLate(streams) {
 }
 
 // What fills packs, by axis; without media, there is no such section.
-export function showMedia({ media, rules: { budget, limits = {} }, totals }) {
+export function showMedia({ media, changes, totals }) {
   byId("media").hidden = !media;
   if (!media) return;
-  const packs = Object.values(media.bound_by).reduce((sum, some) => sum + some, 0);
+  const { budget, limits: some } = changes.in_force;
+  const limits = some ?? {};
+  const packs = Object.values(media.bound_by).reduce((sum, number) => sum + number, 0);
   const axes = [
     ["tokens", totals.tokens, null, budget], ["patches", media.patches, media.most_patches, limits.patches],
     ["items", media.items, media.most_items, limits.items],

@@ -71,8 +71,8 @@ class DealtFigures:
         """In batch mode, packs split off and empty packs added for the mesh; of each step as first dealt."""
         self.padded: PaddedFigures | None = None
         """Tokens of padded micro-batches, of each step as first dealt; None if steps are dealt as packs."""
-        self.padded_totals = Totals()
-        """Totals of padded micro-batches, each counted as a pack; of each step as first dealt."""
+        self.padded_by_budget = dict[int, Totals]()
+        """Totals of padded micro-batches by budget, each counted as a pack; of each step as first dealt."""
         self.skipped_tokens = 0
         """Real tokens of skipped steps."""
         self._rows = self._cost_steps = 0
@@ -95,8 +95,8 @@ class DealtFigures:
         self.waste += waste
         self.delivered_tokens += int(tokens.sum() + waste.sum())
 
-    def add_padded(self, step: PaddedFigures, counts: I64, tokens: I64, slots: I64) -> None:
-        """Count the padded micro-batches of a step when it is first dealt.
+    def add_padded(self, step: PaddedFigures, counts: I64, tokens: I64, slots: I64, budget: int) -> None:
+        """Count the padded micro-batches of a step with this ``budget`` when it is first dealt.
 
         ``counts``, ``tokens`` and ``slots``, int64 [packs], are the samples, real tokens and aligned tokens of each
         micro-batch.
@@ -107,7 +107,7 @@ class DealtFigures:
             1, len(counts), empty, int(counts.sum()), int(tokens.sum()), int(slots.sum()), int(tokens @ tokens),
             int(slots @ slots),
         )  # fmt: skip
-        self.padded_totals = Totals(*map(sum, zip(astuple(self.padded_totals), astuple(counted), strict=True)))
+        self.padded_by_budget[budget] = self.padded_by_budget.get(budget, Totals()) + counted
         total = astuple(self.padded or PaddedFigures())
         self.padded = PaddedFigures(*map(sum, zip(total, astuple(step), strict=True)))
 

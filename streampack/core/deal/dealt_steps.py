@@ -203,7 +203,7 @@ class PaddedDealer(StepDealer):
         self.figures.add(made.rows * self.rules.balance.costs(made.widths), packs.tokens, dealt)
         if is_first:
             counts = np.diff(packs.bounds)
-            self.figures.add_padded(made.figures, counts, packs.tokens, packs.slots)
+            self.figures.add_padded(made.figures, counts, packs.tokens, packs.slots, self.rules.budget)
             wasted = padding_of_rows(packs.tokens, packs.slots, counts, made.rows, made.widths)
             self.figures.deliver(packs.tokens, wasted)
         return _Placed(packs, dealt, widths, made.widths)

@@ -52,7 +52,8 @@ class FormedFigures:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules  # of the steps that wait to be counted
-        self._totals, self._lengths = Totals(), LengthCounts()
+        self._totals, self._lengths = Totals(), LengthCounts()  # of what no step has, and of shared tokens
+        self._by_budget = dict[int, Totals]()
         self._waste: I64 = np.zeros(len(CAUSES), np.int64)
         self._delivered_tokens = 0
         self._fill, self._samples = ValueCounts(FILL_BOUNDS), ValueCounts(SAMPLES_BOUNDS)
@@ -97,7 +98,13 @@ class FormedFigures:
     def totals(self) -> Totals:
         """Totals of steps, packs, samples and tokens."""
         self._count()
-        return self._totals
+        return sum(self._by_budget.values(), self._totals)
+
+    @property
+    def by_budget(self) -> dict[int, Totals]:
+        """Totals of steps, packs, samples and tokens by budget."""
+        self._count()
+        return self._by_budget
 
     @property
     def waste(self) -> I64:
@@ -135,7 +142,7 @@ class FormedFigures:
             return
         packs = PlannedPacks.joined(self._packs)
         lengths = np.concatenate(self._of_samples).astype(np.int64)
-        self._totals.add(packs, len(self._packs))
+        self._by_budget.setdefault(self._rules.budget, Totals()).add(packs, len(self._packs))
         self._totals.shared_tokens += int(lengths.sum()) - int(packs.tokens.sum())
         if not depends_on_mesh(self._rules):
             waste = padding_of_packs(packs, self._rules)

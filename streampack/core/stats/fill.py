@@ -8,7 +8,8 @@ padding of alignment.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,33 @@ def from_moments(packs: int, tokens: int, square_tokens: int, budget: int) -> Fi
     )
 
 
+def of_budgets(moments: Mapping[int, tuple[int, int, int]]) -> Figures:
+    """Return the measures of packs of several budgets: by budget the packs, their tokens, and the sum of squares.
+
+    Bin balance compares how full the packs are, since packs of another budget hold more tokens.
+
+    >>> of_budgets({8: (2, 12, 80)}) == from_moments(2, 12, 80, 8)
+    True
+    >>> of_budgets({8: (1, 8, 64), 16: (1, 16, 256)}).bin_balance
+    1.0
+    """
+    if len(moments) == 1:
+        ((budget, of_one),) = moments.items()
+        return from_moments(*of_one, budget)
+    packs, tokens = (sum(column) for column in list(zip(*moments.values(), strict=True))[:2]) if moments else (0, 0)
+    if not packs:
+        return Figures()
+    utilization = tokens / sum(count * budget for budget, (count, _, _) in moments.items())
+    minimum = sum(-(-each // budget) for budget, (_, each, _) in moments.items())
+    fill = sum(each / budget for budget, (_, each, _) in moments.items())
+    square_fill = sum(squares / budget**2 for budget, (_, _, squares) in moments.items())
+    return Figures(
+        packs=packs, tokens=tokens, utilization=utilization, waste_ratio=1 - utilization,
+        bin_balance=_balance(packs, fill, square_fill), theoretical_min_packs=minimum,
+        packing_efficiency=minimum / packs,
+    )  # fmt: skip
+
+
 @dataclass(slots=True)
 class Totals:
     """Totals over all steps of all iterations.
@@ -104,12 +132,26 @@ class Totals:
         self.square_tokens += int(packs.tokens @ packs.tokens)
         self.square_slot_tokens += int(packs.slots @ packs.slots)
 
+    def __add__(self, other: Totals) -> Totals:
+        """Return the totals of both."""
+        return Totals(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
-def _balance(packs: int, tokens: int, square_tokens: int) -> float:
+    @property
+    def moments(self) -> tuple[int, int, int]:
+        """Packs, their tokens, and the sum of the squares."""
+        return self.packs, self.tokens, self.square_tokens
+
+    @property
+    def slot_moments(self) -> tuple[int, int, int]:
+        """The same of aligned tokens."""
+        return self.packs, self.slot_tokens, self.square_slot_tokens
+
+
+def _balance(packs: int, tokens: float, square_tokens: float) -> float:
     """Return ``bin_balance``: 1 - sample standard deviation / mean of the packs' tokens, from their sums."""
     if not tokens:
         return 0.0
     if packs == 1:
         return 1.0
-    variance = (packs * square_tokens - tokens**2) / (packs * (packs - 1))
+    variance = max(packs * square_tokens - tokens**2, 0) / (packs * (packs - 1))
     return 1.0 - math.sqrt(variance) * packs / tokens

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streampack.core.journal.log_records import StepFormed, TailDropped
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import ROW
-from streampack.core.stats.fill import Figures, figures, from_moments
+from streampack.core.stats.fill import Figures, figures, from_moments, of_budgets
 from tests.world.live import Live
 from tests.world.planned import Data
 
@@ -52,6 +52,18 @@ def test_the_figures_follow_their_definitions(sums: list[int]) -> None:
     moments = from_moments(len(sums), sum(sums), sum(s * s for s in sums), 50)
     assert moments.bin_balance == pytest.approx(got.bin_balance)
     assert (moments.utilization, moments.packing_efficiency) == (got.utilization, got.packing_efficiency)
+
+
+@given(st.dictionaries(st.sampled_from([8, 32, 50]), st.lists(st.integers(0, 8), min_size=2, max_size=9), min_size=1))
+def test_packs_of_several_budgets_are_measured_by_how_full_each_is(sums: dict[int, list[int]]) -> None:
+    got = of_budgets({budget: (len(each), sum(each), sum(s * s for s in each)) for budget, each in sums.items()})
+    used = [tokens / budget for budget, each in sums.items() for tokens in each]
+    assert got.packs == len(used)
+    assert got.utilization == pytest.approx(sum(map(sum, sums.values())) / sum(b * len(e) for b, e in sums.items()))
+    if any(used):
+        assert got.bin_balance == pytest.approx(1 - statistics.stdev(used) / statistics.mean(used), abs=1e-6)
+    assert got.theoretical_min_packs == sum(-(-sum(each) // budget) for budget, each in sums.items())
+    assert of_budgets({}) == Figures()
 
 
 @pytest.mark.parametrize(("sums", "budget"), [([9], 8), ([-1], 8), ([1], 0)])

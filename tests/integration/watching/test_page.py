@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 from streampack_services.broker.causes.headline import Headline
+from streampack_services.broker.changes.change_status import PastChange
 from streampack_services.broker.ranks.rank_status import SlowRank
-from streampack_services.broker.status import FeedRules, LateStatus, MediaStatus
+from streampack_services.broker.status import LateStatus, MediaStatus
 
 from streampack.core.model.keys.planning_keys import MediaLimits
-from tests.core.media.media_cases import PIXELS
 from tests.integration.many_ranks import many_ranks
 from tests.integration.running import PATIENCE_S, producing_here, until
 from tests.integration.simulated_ranks import simulated
@@ -300,20 +300,37 @@ def test_warnings_about_samples_are_shown_by_stream(page: Page, four: Watched) -
     page.until("document.getElementById('stream-warnings').hidden")
 
 
+def test_charts_mark_the_time_at_which_a_stage_began(page: Page, four: Watched) -> None:
+    now = four.held
+    assert now is not None
+    feed, formed = now.feeds["train"], now.feeds["train"].steps.formed
+    past = [PastChange(id=0, name="long context", step=formed + 2, note="stage long context")]
+    changes = replace(feed.changes, past=past, in_force=replace(feed.changes.in_force, budget=32_768))
+    later = replace(feed, steps=replace(feed.steps, formed=formed + 5, end=None), changes=changes)
+    marked = "document.getElementById('speed').getAttribute('aria-label').includes('long context began at')"
+    try:
+        four.held = replace(now, feeds=now.feeds | {"train": later}, uptime_s=now.uptime_s + 5)
+        page.until(marked)
+        assert "packs, now of 32,768 tokens" in page.text("#tiles")
+    finally:
+        four.held = now
+
+
 def test_media_are_shown_where_a_run_has_some(page: Page, four: Watched) -> None:
     assert page.value("document.getElementById('media').hidden")
     assert "media" not in page.text("#room")
     now = four.held
     assert now is not None
     feed = now.feeds["train"]
-    rules = FeedRules(**asdict(feed.rules) | {"limits": MediaLimits(patches=16_384), "media_fields": (PIXELS,)})
+    rules = replace(feed.changes.in_force, limits=MediaLimits(patches=16_384))
+    changes = replace(feed.changes, in_force=rules)
     media = MediaStatus(
         items=1234, patches=567_890, bytes=9, most_items=12, most_patches=16_000,
         bound_by={"tokens": 30, "patches": 10}, dropped={"missing": 4, "wrong_bytes": 1},
     )  # fmt: skip
     late = LateStatus(samples=3, oldest_s=1.0, fields=["reward"])
     for streams in (now.streams, [replace(now.streams[0], late=late), now.streams[1]]):
-        feeds = now.feeds | {"train": replace(feed, media=media, rules=rules)}
+        feeds = now.feeds | {"train": replace(feed, media=media, changes=changes)}
         four.held = replace(now, feeds=feeds, streams=streams, memory=replace(now.memory, media_bytes=3 * 2**20))
         try:
             page.until("!document.getElementById('media').hidden")

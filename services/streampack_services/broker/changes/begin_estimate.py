@@ -8,29 +8,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from streampack.core.feed.feed import Feed
+from streampack.core.model.keys.stage_keys import Stage, StageBegin
 from streampack.core.model.rule_changes import Scheduled, apply_change
 from streampack.core.model.rules import Rules
 from streampack_services.broker.changes.live_stage import rules_at_step
 
+NO_CHANGE = -1
+"""Stands for the number of a change that is none: the end of the feed."""
 _PARTS = 16
 """A ramp is estimated in parts of this share of its rest."""
+
+
+class Pace(NamedTuple):
+    """The next step of a feed, and how fast its tokens grow: the arguments of ``estimate``."""
+
+    rules: Rules
+    step: int
+    tokens: int
+    fill: float
+
+
+def pace_of(feed: Feed) -> Pace | None:
+    """Return the pace of the last steps of a feed; None before the first batch."""
+    trained, step = feed.history.trained, feed.planner.former.next_step
+    room = sum(_room(rules_at_step(feed, number), number) for number in trained.last_steps)
+    if not room and feed.rules.batch is not None:
+        return None
+    fill = int(trained.last_sums[1].sum()) / room if room else 1.0
+    merged = int(feed.planner.merge.current.merged_tokens.sum())
+    tokens = merged - sum(held for _, held in feed.planner.waiting_lengths.rows())
+    return Pace(rules_at_step(feed, step), step, tokens, fill)
 
 
 def estimated_steps(feed: Feed) -> dict[int, int]:
     """Return the likely first step of each change that waits for tokens, by its number; without those not known yet."""
     pending = feed.history.pending
-    if all(change.at.tokens is None for change in pending):
+    if all(change.at.tokens is None for change in pending) or (pace := pace_of(feed)) is None:
         return {}
-    trained, step = feed.history.trained, feed.planner.former.next_step
-    room = sum(_room(rules_at_step(feed, number), number) for number in trained.last_steps)
-    if not room and feed.rules.batch is not None:
-        return {}
-    fill = int(trained.last_sums[1].sum()) / room if room else 1.0
-    merged = int(feed.planner.merge.current.merged_tokens.sum())
-    tokens = merged - sum(held for _, held in feed.planner.waiting_lengths.rows())
-    return estimate(rules_at_step(feed, step), pending, step, tokens, fill)
+    return estimate(pace.rules, pending, pace.step, pace.tokens, pace.fill)
+
+
+def steps_of(feed: Feed, pace: Pace, tokens: float) -> int:
+    """Return the likely number of steps that ``tokens`` more tokens make, with the stages that begin meanwhile."""
+    at = StageBegin(tokens=pace.tokens + max(math.ceil(tokens), 0))
+    end = Scheduled(NO_CHANGE, Stage(at=at), at)
+    return estimate(pace.rules, [*feed.history.pending, end], pace.step, pace.tokens, pace.fill)[NO_CHANGE] - pace.step
 
 
 def estimate(rules: Rules, pending: Sequence[Scheduled], step: int, tokens: float, fill: float) -> dict[int, int]:

@@ -34,6 +34,7 @@ def changes_status(feed: Feed) -> ChangesStatus:
         budget=rules.budget_at(step),
         packs=None if rules.batch is not None else rules.packs_at(step),
         window=rules.window,
+        limits=rules.limits,
         packer=rules.new_packer().name,
         paused=[stream.name for stream in rules.streams if stream.weight and stream.paused],
     )

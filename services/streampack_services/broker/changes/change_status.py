@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Struct
 
+from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack_services.figure import gauge
 
 
@@ -21,10 +22,16 @@ class RulesInForce(Struct, frozen=True, kw_only=True):
         label="packs in a step")]  # fmt: skip
     window: int | str
     """Samples in the window, or ``auto``."""
+    limits: MediaLimits | None
+    """Limits for the media of a pack."""
     packer: str
     """The packer; ``joint`` with ``balance: {kind: joint}``."""
     paused: list[str]
     """Streams that pause."""
+
+    @gauge("stage_info", "Always 1; the label is the name of the stage in force, or `start` before the first.", "stage")
+    def stages(self) -> dict[str, int]:
+        return {self.stage or "start": 1}
 
 
 class ComingChange(Struct, frozen=True, kw_only=True):
@@ -71,3 +78,12 @@ class ChangesStatus(Struct, frozen=True, kw_only=True):
     """The last changes that have taken effect, latest last."""
     text: str
     """The rules in force and the next change, in words; empty without changes."""
+
+    @gauge(
+        "next_stage_step", "Step at which the next change of the rules begins; an estimate if the change waits for "
+        "tokens."
+    )  # fmt: skip
+    def next_step(self) -> int | None:
+        if not self.coming:
+            return None
+        return self.coming[0].estimated_step if self.coming[0].step is None else self.coming[0].step
