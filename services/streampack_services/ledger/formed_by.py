@@ -1,9 +1,9 @@
 """The rules by which FORM made a recorded step.
 
 A change of the rules holds for the merge from its step on. FORM follows it at once, unless a sample that is held does
-not fit in a pack of the new rules, because it was merged before. Then FORM follows at the first step that is formed
-without such a sample. The log does not record that step. It follows from the samples of the steps: a sample that was
-merged before the change, and is in this step or a later one, was held.
+not fit in a pack of the new rules. Then FORM follows at the first step that is formed without such a sample. The log
+does not record that step, but the samples of the steps tell it. A sample was held if it was merged before the change,
+and is in this step or a later one.
 """
 
 from __future__ import annotations
