@@ -133,12 +133,16 @@ class LiveRules:
 
     def is_due(self, next_step: int, tokens: int) -> bool:
         """Return True if step ``next_step``, after ``tokens`` tokens in steps, must wait for a change of the rules."""
-        changes = self._history.changes
-        if self._ramps(next_step):
+        if self.ramps(next_step) or self.is_placed(next_step):
             return True
-        if self.applied < len(changes):
-            return changes[self.applied].merged is not UNSET and changes[self.applied].step <= next_step
-        return bool(self._due(next_step, tokens))
+        return self.applied == len(self._history.changes) and bool(self._due(next_step, tokens))
+
+    def is_placed(self, next_step: int) -> bool:
+        """Return True if a change for ``next_step`` or before has its place, up to which the merge must read."""
+        changes = self._history.changes
+        if self.applied == len(changes):
+            return False
+        return changes[self.applied].merged is not UNSET and changes[self.applied].step <= next_step
 
     def _due(self, next_step: int, tokens: int) -> list[Scheduled]:
         """Return the changes without a place that may take effect at ``next_step``. Stages of the rules begin in order.
@@ -155,7 +159,7 @@ class LiveRules:
             due += [each] if comes and not (waits and each.id < stages) else []
         return due
 
-    def _ramps(self, next_step: int) -> bool:
+    def ramps(self, next_step: int) -> bool:
         """Return True if the merge must get other weights before it reads on for ``next_step``."""
         ramp = self.current.weights_ramp
         return ramp is not None and self._ramped <= next_step and ramp.begin < next_step < ramp.begin + ramp.steps
@@ -317,7 +321,7 @@ class LiveRules:
         effects: list[Effect] = []
         before = [terms.cuts for terms in terms_of(self.current)]
         merge, history = self._merge.current, self._history
-        if is_ready and self._ramps(next_step):
+        if is_ready and self.ramps(next_step):
             change_merge(merge, self.current, next_step)
             self._ramped = next_step + 1
         while self.applied < len(history.changes):

@@ -157,7 +157,8 @@ class Planner:
     @property
     def _may_admit(self) -> tuple[int, int]:
         """How many samples and tokens may be merged now, if their number must not depend on speed."""
-        if not self.former.strict:
+        live, step = self.live, self.former.next_step
+        if not self.former.strict or (live.is_placed(step) and not live.ramps(step)):
             return NOWHERE, NOWHERE
         tokens = self.live.ahead_tokens - self.former.unformed_tokens
         return (self.former.may_admit() if tokens > 0 else 0), tokens
