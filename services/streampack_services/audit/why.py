@@ -20,7 +20,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import EXTRA_ROW, I64, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.errors import LedgerDamaged, UserError
-from streampack_services.ledger.formed_by import formed_by
+from streampack_services.ledger.formed_by import FormingRules
 from streampack_services.ledger.ledger import Ledger
 from streampack_services.ledger.reported_values import ReportedValues
 from streampack_services.ledger.run_history import NEVER, FeedHistory, RulesFrom
@@ -43,7 +43,7 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
     """
     history = feed_of(ledger, feed)
     rows = recorded(ledger, history, step)
-    formed, end = formed_by(ledger, rows), history.end
+    formed, end = FormingRules(ledger, history).of(rows), history.end
     rules = formed.rules
     reported = ledger.reported(history.name, step, rows.lineage)
     return {

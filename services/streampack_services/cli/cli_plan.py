@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -122,6 +122,14 @@ def plan(
                      help="Number of samples in one pass over the data. Pass this number if LENGTHS has only a part "
                      "of the samples, or if a source does not report its size."),
     ] = None,
+    stage: Annotated[
+        bool,
+        typer.Option("--stage", help="Recommend a stage for the running broker at ENDPOINT, as YAML for 'streampack "
+                     "set stage', with the reasons as comments."),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the stage of --stage to this file.")
+    ] = None,
     feed: Feed = None,
     png: Png = None,
     as_json: AsJson = False,
@@ -144,14 +152,25 @@ def plan(
         streampack plan lengths.npy --budget 8192 --mesh dp=16,cp=2
         streampack plan -c producer.yaml -c broker.yaml --png plan.png
         streampack plan http://node0:7400
+        streampack plan http://node0:7400 --stage --out stage.yaml
     """
-    from streampack_services.plan import advice, advisor, plan_inputs, plan_options, plan_report
+    from streampack_services.plan import advice, advisor, plan_inputs, plan_options, plan_report, stage_plan
     from streampack_services.terminal import progress_line
+
+    if out is not None and (not stage or not out.absolute().parent.is_dir()):
+        missing = "without --stage. Pass both" if not stage else "in a folder that does not exist. Create it first"
+        raise UserError(f"Got --out {out} {missing}.")
 
     inputs = plan_options.PlanInputs(
         what, config or [], budget, window, packer, mesh or [], shape or [], precision, packs, batch, overlong, samples,
         total, feed, timeout,
     )  # fmt: skip
+    if stage:
+        workload, options, running = plan_inputs.read_stage(inputs)
+        with progress_line("planning") as show:
+            report = stage_plan.advise_stage(workload, options, running, lambda text: show(f"planning: {text}"))
+        _print_stage(report, out, as_json)
+        return
     workload, options = plan_inputs.read(inputs)
     with progress_line("planning") as show:
         report = advisor.advise(workload, options, lambda text: show(f"planning: {text}"))
@@ -163,6 +182,18 @@ def plan(
 
         charts.draw_plan(report, workload.lengths, png)
         print(f"wrote {png}", file=sys.stderr)
+
+
+def _print_stage(report: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    """Print a recommended stage; write it to ``out`` unless there is none to recommend."""
+    if out is not None and report["stage"] is not None:
+        try:
+            out.write_text(report["stage_yaml"])
+        except OSError as error:
+            raise UserError(f"--out {out} cannot be written: {error.strerror}. Choose another file.") from None
+        print(f"wrote {out}", file=sys.stderr)
+    if as_json or out is None or report["stage"] is None:
+        print_result(report, as_json, lambda tree: print(tree["stage_yaml"], end=""))
 
 
 def report(

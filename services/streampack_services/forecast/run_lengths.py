@@ -25,6 +25,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from streampack.core.model.keys.stage_keys import Stage, StageBegin
+from streampack.core.model.rule_changes import apply_change
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, ROW
 from streampack.core.stats.media_figures import MediaFigures
@@ -39,6 +41,7 @@ from streampack_services.forecast.media_sizes import sizes_of_recorded
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.run_order import RunOrder, latest_rows
 from streampack_services.forecast.sharing import Sharing, sharing_of
+from streampack_services.ledger.formed_by import FormingRules
 from streampack_services.ledger.run_history import NEVER, FeedHistory
 from streampack_services.ledger.run_hours import FeedHours, read_hours
 from streampack_services.ledger.state_dir import read_ledger, state_folder
@@ -74,6 +77,7 @@ class Served:
     ``media_sizes``: sizes of the samples' media, int64 [n, 4] (see ``media_sizes``); None if they are not known.
     ``hours``: hours that ranks trained and waited; None if they are not recorded.
     ``order``: order of the samples, by parts of the steps: see ``run_order``.
+    ``stages``: steps and packs by stage; empty if the rules did not change, or if it is not known.
     """
 
     what: str
@@ -97,6 +101,7 @@ class Served:
     media_sizes: I64 | None = None
     hours: FeedHours | None = None
     order: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def filled_packs(self) -> int:
@@ -144,11 +149,15 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
                 f"record. Pass the address of the running broker."
             )
         numbers, sums, media, order = [], np.zeros(6, np.int64), MediaFigures(rules), RunOrder(of)
+        forming, by_stage = FormingRules(ledger, of), dict[int, dict[str, Any]]()
         for step in ledger.steps(of.name):
             if of.effective(step.step) == step.lineage:
                 numbers.append(step.step)
                 order.add(step)
-                sums += _sums(step, rules)
+                own = forming.of(step).rules
+                sums += (of_step := _sums(step, own))
+                if (stage := of.stage_at(step.step, step.lsn)) is not None:
+                    _count_stage(by_stage.setdefault(stage.number, {"name": stage.name}), step.step, of_step, own)
                 if rules.has_extra_bytes:
                     items, patches, sizes = map(step.column, ("items", "patches", "extra_bytes"))
                     media.add(step.bounds, _slots(step, rules), items, patches, sizes, step.step)
@@ -170,7 +179,7 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
         samples + (0 if waits is None else waits.num_samples), packs, empty, tokens, slots, bounds, len(numbers),
         of.end is not None, note, shared_tokens=shared_tokens, sharing=sharing_of(state_dir, rules),
         media=media.counts() if rules.has_extra_bytes else None, media_sizes=sizes_of_media,
-        hours=read_hours(state_dir).get(of.name), order=order.rows(),
+        hours=read_hours(state_dir).get(of.name), order=order.rows(), stages=list(by_stage.values()),
     )  # fmt: skip
 
 
@@ -216,6 +225,14 @@ def _sums(step: StepRows, rules: Rules) -> I64:
     tokens = int(lengths.sum())
     shared_tokens = int(step.rows["length"].sum()) - tokens
     return np.array([len(lengths), len(counts), int((counts == 0).sum()), tokens, widths, shared_tokens])
+
+
+def _count_stage(stage: dict[str, Any], step: int, sums: I64, rules: Rules) -> None:
+    """Count a step with these ``_sums`` in the row of its stage."""
+    samples, packs, _, tokens, *_ = sums.tolist()
+    stage |= {"steps": [stage.get("steps", [step])[0], step], "budget": rules.budget}
+    counts = {"samples": samples, "packs": packs, "tokens": tokens, "capacity": packs * rules.budget}
+    stage |= {name: stage.get(name, 0) + count for name, count in counts.items()}
 
 
 def _slots(step: StepRows, rules: Rules) -> I64:
@@ -278,7 +295,7 @@ def from_status(status: BrokerStatus, feed: str | None, *, waiting: bool = False
     if name not in feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(feeds)}")
     served = feeds[name]
-    totals, rules = served.totals, Rules(**{key: getattr(served.rules, key) for key in Rules.__struct_fields__})
+    totals, rules = served.totals, _rules_in_force(served)
     if not totals.samples:
         raise UserError(f"Feed {name!r} of the broker has no step yet. Wait until the broker has formed a step.")
     buckets, note, filled = [*served.lengths], SHUFFLED, totals.packs - totals.empty_packs
@@ -300,6 +317,14 @@ def from_status(status: BrokerStatus, feed: str | None, *, waiting: bool = False
         media=None if served.media is None else msgspec.to_builtins(served.media), hours=hours_of(status)[name],
         order=latest_rows(served, [stream for stream in status.streams if stream.feed == name]),
     )  # fmt: skip
+
+
+def _rules_in_force(feed: FeedStatus) -> Rules:
+    """Return the rules with which a feed forms the next step; its streams are those with which it began."""
+    now = feed.changes.in_force
+    first = Rules(**{key: getattr(feed.rules, key) for key in Rules.__struct_fields__})
+    at = StageBegin(step=now.since_step)
+    return apply_change(first, Stage(at=at, rules=now.changed), now.since_step) if now.changed.keys else first
 
 
 def _mesh_of(feed: FeedStatus) -> PlanMesh | None:

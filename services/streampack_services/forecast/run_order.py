@@ -91,7 +91,7 @@ class RunOrder:
     def _weight_shares(self, step: int) -> NDArray[np.float64]:
         """Return the share of each stream by the weights of a step, float64 [streams]."""
         weights = np.zeros(len(self._names))
-        own = [stream.weight for stream in self._of.rules_at(step).streams]
+        own = self._of.rules_at(step).shares_at(step)
         weights[: len(own)] = own
         shares: NDArray[np.float64] = weights / weights.sum()
         return shares
@@ -103,6 +103,8 @@ class RunOrder:
         rules = self._rules
         if rules.batch is not None:  # each batch has the samples whose turn it is
             return np.split(np.zeros(len(stream), np.int64), np.cumsum(sizes)[:-1])
+        if any(each.rules.weights_ramp is not None for each in self._of.rules):
+            return None
         in_turn = np.lexsort((part, index, stream))
         if rules.merge != "arrival" and rules.between_passes == "continue":
             in_turn = self._merged(in_turn, stream, lengths, part)

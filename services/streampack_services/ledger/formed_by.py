@@ -1,9 +1,8 @@
 """The rules by which FORM made a recorded step.
 
-A change of the rules holds for the merge from its step on. FORM follows it at once, unless a sample that is held does
-not fit in a pack of the new rules. Then FORM follows at the first step that is formed without such a sample. The log
-does not record that step, but the samples of the steps tell it. A sample was held if it was merged before the change,
-and is in this step or a later one.
+A change of the rules holds for the merge from its step on. FORM follows it at once, if each sample that is held fits in
+a pack of the new rules. Otherwise FORM follows at the first step that is formed without such a sample. The log does not
+record that step. Samples tell it: a sample of a step or of a later one was held there, if it was merged before.
 """
 
 from __future__ import annotations
@@ -14,30 +13,45 @@ from numpy.typing import NDArray
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import PACK
 from streampack_services.ledger.ledger import Ledger
-from streampack_services.ledger.run_history import RulesFrom
+from streampack_services.ledger.run_history import FeedHistory, RulesFrom
 from streampack_services.ledger.step_rows import StepRows
 
 
-def formed_by(ledger: Ledger, step: StepRows) -> RulesFrom:
-    """Return the rules by which FORM made a step, as far as the recorded steps tell."""
-    changes, number = ledger.history.feeds[step.feed].changes_at(step.step, step.lsn), step.step
-    while len(changes) > 1 and _is_late(ledger, step.feed, changes, number):
-        number = changes[-1].step - 1
-        changes = [changes[0], *(change for change in changes[1:] if change.step <= number)]
-    return changes[-1]
+class FormingRules:
+    """Tells by which rules FORM made the steps of a feed, as far as the recorded steps tell."""
 
+    def __init__(self, ledger: Ledger, feed: FeedHistory) -> None:
+        self._ledger, self._feed = ledger, feed
+        self._late: dict[tuple[int, int], int] = {}
+        """The last step at which FORM did not follow a change, by the step and the record of the change."""
 
-def _is_late(ledger: Ledger, feed: str, changes: list[RulesFrom], number: int) -> bool:
-    """Return whether a sample is held at step ``number`` that does not fit in a pack of the last of the ``changes``."""
-    *earlier, change = changes
-    if all(_is_wider(change.rules, before.rules) for before in earlier):
-        return False
-    history, last = ledger.history.feeds[feed], number
-    for stream in change.rules.streams:
-        if merged := change.merged_of(stream.name):
-            last = max(last, ledger.last_with(stream.name, len(merged) * max(merged), number))
-    steps = (ledger.step(feed, each, history.effective(each)) for each in range(number, last + 1))
-    return any(not _fits(step, change) for step in steps if step is not None)
+    def of(self, step: StepRows) -> RulesFrom:
+        """Return the rules by which FORM made a step."""
+        changes, number = self._feed.changes_at(step.step, step.lsn), step.step
+        while len(changes) > 1 and number <= self._last_late(changes):
+            number = changes[-1].step - 1
+            changes = [changes[0], *(change for change in changes[1:] if change.step <= number)]
+        return changes[-1]
+
+    def _last_late(self, changes: list[RulesFrom]) -> int:
+        """Return the last step with a sample that was held at the last change, and fits in no pack of its rules."""
+        *earlier, change = changes
+        if all(_is_wider(change.rules, before.rules) for before in earlier):
+            return -1
+        key = change.step, change.lsn
+        if key not in self._late:
+            self._late[key] = next((step.step for step in self._held_at(change) if not _fits(step, change)), -1)
+        return self._late[key]
+
+    def _held_at(self, change: RulesFrom) -> list[StepRows]:
+        """Return the steps that may have samples that were held at a change, last first."""
+        last = change.step - 1
+        for stream in change.rules.streams:
+            if merged := change.merged_of(stream.name):
+                last = max(last, self._ledger.last_with(stream.name, len(merged) * max(merged), change.step))
+        name, effective = self._feed.name, self._feed.effective
+        steps = (self._ledger.step(name, each, effective(each)) for each in range(last, change.step - 1, -1))
+        return [step for step in steps if step is not None]
 
 
 def _is_wider(new: Rules, old: Rules) -> bool:

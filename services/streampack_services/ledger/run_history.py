@@ -205,7 +205,7 @@ class FeedHistory:
         if change.note is None:
             return "start"
         known = None if change.id is None else self.scheduled.get(change.id)
-        return change.note if known is None else known.name
+        return change.note.partition(", asked at step")[0] if known is None else known.name
 
     @property
     def streams(self) -> dict[str, StreamRules]:

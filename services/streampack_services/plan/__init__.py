@@ -6,6 +6,7 @@
 - ``plan_options``: reads the settings to compare, and varies one at a time around the base setting.
 - ``advisor``: forecasts every setting with ``forecast``, and chooses.
 - ``advice``: explains the choice in sentences, and writes the lines for broker.yaml.
+- ``stage_plan``: recommends a stage for a running broker, as ``streampack set stage`` takes it.
 - ``plan_report``: prints the result; ``charts`` draws it.
 
 ``streampack report`` reads a run by ``plan_inputs``; ``savings`` compares it with other ways of batching, and prints

@@ -62,10 +62,10 @@ def broker_yaml(plan: Tree, overlong: str | None) -> str:
     tree = {"rules": rules, "planned_mesh": mesh, "precision": plan["precision"]}
     if take["memory_bytes"] > parse_size(MEMORY, "memory"):
         tree["memory"] = f"{-(-take['memory_bytes'] // 2**30)}GiB"
-    return "\n".join(f"{key}: {_flow_yaml(value)}" for key, value in tree.items() if value)
+    return "\n".join(f"{key}: {flow_yaml(value)}" for key, value in tree.items() if value)
 
 
-def _flow_yaml(value: Any) -> str:
+def flow_yaml(value: Any) -> str:
     """Return a value as one line of YAML in flow style."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1 << 20)
     return str(text).removesuffix("...\n").strip()

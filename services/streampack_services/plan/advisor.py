@@ -241,7 +241,8 @@ def _with_budget(options: PlanOptions, forecaster: _Forecaster) -> PlanOptions:
     good = [row for row in rows if row["useful"] >= best - WORTH]
     if not good:
         return options
-    chosen = min(good, key=lambda row: row["budget"])
+    kept = [row for row in good if options.keeps_good_budget and row["budget"] == options.budgets[0]]
+    chosen = min(kept or good, key=lambda row: row["budget"])
     budgets = tuple(dict.fromkeys((chosen["budget"], *options.budgets)))
     rules = msgspec.structs.replace(options.rules, packs=chosen["step_packs"] or options.rules.packs)
     return replace(options, rules=rules, budgets=budgets)

@@ -25,6 +25,7 @@ from streampack_services.forecast.run_lengths import Served
 from streampack_services.http import http_client
 from streampack_services.log.segments import segment_files
 from streampack_services.plan.plan_options import PlanInputs, PlanOptions, base_of_broker, base_of_run, options_of
+from streampack_services.plan.stage_plan import RunningFeed
 
 TO_TOKENIZE = 20_000
 """Samples to tokenize of each stream, without ``--samples``."""
@@ -63,6 +64,37 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     if run.media_sizes is None or not base.has_media:
         return _noted(run.workload(given.samples or TO_PACK), base), options_of(given, base.without_media())
     return run.workload(given.samples or TO_PACK, media=True), options_of(given, base)
+
+
+def read_stage(given: PlanInputs) -> tuple[Workload, PlanOptions, RunningFeed]:
+    """Return the lengths, the grid of settings and the feed for ``streampack plan --stage``.
+
+    Raises UserError for wrong arguments, Unreachable if no broker answers.
+    """
+    if given.configs or given.packer or given.meshes or given.shapes or given.packs or given.batch or given.precision:
+        raise UserError(
+            "Got --stage with options for other rules or another mesh. A stage is planned for the running broker: pass "
+            "its address, and --budget or --window at most."
+        )
+    if given.what is not None and not given.what.startswith(("http://", "https://", "file://")):
+        raise UserError(f"Got --stage with {given.what}. Pass the address of a running broker, e.g. http://node0:7400.")
+    status = http_client.read_status(given.what, given.timeout_s)
+    run = run_lengths.from_status(status, given.feed, waiting=True)
+    base = base_of_run(run, other_mesh=False).without_media()
+    options = options_of(given, base)
+    if (now := options.rules.budget) not in options.budgets:
+        options = replace(options, budgets=(now, *options.budgets))
+    options = replace(options, budgets=tuple(sorted(options.budgets, key=lambda budget: budget != now)))
+    packers = {"exact_fill": ("exact_fill", "joint"), "joint": ("joint", "exact_fill")}
+    own = options.packers[0]
+    others = packers.get(own, (own,)) if run.rules.batch is None else (own,)
+    name = given.feed or next(iter(status.feeds))
+    feed = status.feeds[name]
+    running = RunningFeed(
+        status.endpoints.get("http", given.what or ""), run.rules, feed.steps.formed, feed.held_limit_tokens,
+        sum(stream.overlong for stream in status.streams if stream.feed == name), run.mesh,
+    )  # fmt: skip
+    return _noted(run.workload(given.samples or TO_PACK), base), replace(options, packers=others), running
 
 
 def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:

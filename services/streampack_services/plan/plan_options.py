@@ -77,8 +77,9 @@ class PlanOptions:
     ``rules``: all other settings; they know nothing of media without sizes of media. ``step``: the step as broker.yaml
     has it, if steps are batches. ``align``: a run's fixed multiples of tokens, or settings from which a mesh's
     multiples are derived. ``joint``: balance settings of the packer ``joint``; without a group, it follows from the
-    mesh. ``keep_budget``: the user or a configuration names the first budget. ``batch_samples``: mean samples per batch
-    of a run whose batches end at marks. ``has_media``: samples have media.
+    mesh. ``keep_budget``: the user or a configuration names the first budget. ``keeps_good_budget``: another budget is
+    advised only if the first is not good enough. ``batch_samples``: mean samples per batch of a run whose batches end
+    at marks. ``has_media``: samples have media.
     ``overlong``: policy for samples over the budget; None forecasts ``truncate`` to show its loss. With
     ``overlong_of_all``, the policy holds for all streams, in place of their own.
     """
@@ -90,6 +91,7 @@ class PlanOptions:
     meshes: tuple[PlanMesh, ...] = ONE_RANK
     layout: str = "zigzag"
     keep_budget: bool = False
+    keeps_good_budget: bool = False
     batch_samples: int | None = None
     has_media: bool = False
     budgets: tuple[int, ...] = ()

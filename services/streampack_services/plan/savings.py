@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -97,7 +98,7 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
     are in slots, as a share, and in GPU hours if there is a ``rate``. ``micro_batch``: samples per micro-batch for
     ``padding``; None uses the mean number of samples per pack.
     """
-    rules = rules_of_lengths(run.rules)
+    rules = _whole(rules_of_lengths(run.rules), run.lengths)
     size = micro_batch or max(round(run.samples / run.filled_packs), 1)
     tokens = run.tokens + run.shared_tokens  # what the other ways compute
     grow = tokens / max(int(run.lengths.sum()), 1)
@@ -122,11 +123,18 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "gpus": rate.gpus if rate is not None else None,
         "hours": None if run.hours is None else _hours(run.hours),
         "order": run.order,
+        "stages": run.stages,
         "run": _batching_figures(run.pack_slots, run.tokens, rate),
         "others": {
             name: _batching_figures(round(count * grow), tokens, rate, run.pack_slots) for name, count in slots.items()
         },
     }
+
+
+def _whole(rules: Rules, lengths: I64) -> Rules:
+    """Return ``rules`` with a budget that holds each of the ``lengths``; an earlier stage may have had a larger one."""
+    most = -(-int(lengths.max(initial=0)) // rules.align.pack) * rules.align.pack
+    return rules if most <= rules.budget else replace(rules, budget=most, warmup=None)
 
 
 def _hours(hours: FeedHours) -> Tree:
@@ -190,6 +198,9 @@ def _assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     sentences.append(f"{padding} Empty packs in last steps are not counted.{split}")
     if run.rules.limits is not None:
         sentences.append("The other ways keep no limits of media, so their packs may hold more patches than fit.")
+    if run.stages:
+        budget = _whole(run.rules, run.lengths).budget
+        sentences.append(f"The rules changed. The other ways have the same budget in all steps, {budget:,} tokens.")
     if rate is None:
         return [*sentences, "GPU hours are not known. Pass --tokens-per-second for one GPU, and --gpus."]
     return [*sentences, f"GPU hours assume {rate.tokens_per_s:,.0f} slots per second on each GPU ({rate.said})."]
@@ -213,6 +224,9 @@ def show_savings(report: Tree) -> None:
         table = _table(report, [column for at, column in enumerate(columns) if at != 2 and at < 6])
     print_whole(table)
     console.print()
+    if report["stages"]:
+        print_whole(_stages_table(report["stages"]))
+        console.print()
     if report["order"]:
         _show_order(console, report["order"])
     for sentence in report["assumptions"]:
@@ -230,6 +244,16 @@ def show_savings(report: Tree) -> None:
         console.print(sentence)
     console.print()
     console.print(headline(report), style="bold")
+
+
+def _stages_table(rows: list[Tree]) -> Table:
+    """Return a table with the steps and packs of each stage."""
+    table = new_table(["stage", "steps", "budget", "packs", "samples", "tokens", "utilization"], no_wrap=True)
+    for row in rows:
+        steps = " to ".join(f"{step:,}" for step in row["steps"])
+        numbers = (f"{row[name]:,}" for name in ("budget", "packs", "samples", "tokens"))
+        table.add_row(row["name"], steps, *numbers, f"{row['tokens'] / max(row['capacity'], 1):.2%}")
+    return table
 
 
 def _show_order(console: Console, rows: list[Tree]) -> None:

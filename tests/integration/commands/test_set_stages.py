@@ -150,7 +150,7 @@ def test_a_stage_in_a_feed_with_a_planned_mesh_that_cannot_read_it_is_refused(br
 
 
 def test_status_says_which_stage_holds(broker: RunningBroker, tmp_path: Path) -> None:
-    rows = [{"tokens": [1] * (1 + 7 * n % 60)} for n in range(64)]
+    rows = [{"tokens": [1] * (40 + 7 * n % 20)} for n in range(64)]
     file = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     sources = {name: open_source(SourceSettings("jsonl", file)) for name in ("web", "code")}
     with sp.connect(broker.trainers, format="numpy") as loader, producing_here(broker.producers, sources):
@@ -167,3 +167,35 @@ def test_status_says_which_stage_holds(broker: RunningBroker, tmp_path: Path) ->
     assert " in force\n" in table
     [long] = [each for each in found["coming"] if each["name"] == "long"]
     assert 10**12 / 256 < long["estimated_step"] < 10**12 / 128, "the steps are more than half full"
+
+
+def test_a_stage_that_plan_recommends_is_accepted(broker: RunningBroker, tmp_path: Path) -> None:
+    """The broker has formed steps in the test before."""
+    file = tmp_path / "stage.yaml"
+    http = ("-e", broker.http)
+    planned = in_process("plan", broker.http, "--stage", "--out", file, "--json")
+    assert planned.returncode == 0, planned.stderr
+    report = json.loads(planned.stdout)
+    stage = report["stage"]
+    assert (report["in_force"]["budget"], report["in_force"]["step_packs"]) == (64, 4), "packs of the stage in force"
+    assert file.read_text() == report["stage_yaml"]
+    assert stage["rules"]["budget"] * stage["rules"].get("step", {"packs": 4})["packs"] == 64 * 4
+    shown = in_process("set", "stage", file, *http)
+    assert f"stage {stage['name']}, from step {stage['at']['step']} on" in shown.stdout, shown.stderr
+    assert in_process("plan", broker.http, "--stage").stdout == report["stage_yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lengths.txt", "--stage"], "Got --stage with lengths.txt. Pass the address of a running broker"),
+        (
+            ["http://127.0.0.1:1", "--stage", "--packs", "3"],
+            "Got --stage with options for other rules or another mesh.",
+        ),
+        (["lengths.txt", "--out", "stage.yaml"], "Got --out stage.yaml without --stage. Pass both."),
+        (["--stage", "--out", "none/stage.yaml"], "Got --out none/stage.yaml in a folder that does not exist."),
+    ],
+)
+def test_arguments_that_do_not_fit_a_planned_stage_are_one_line(words: list[str], said: str) -> None:
+    assert said in the_error(in_process("plan", *words), 2)

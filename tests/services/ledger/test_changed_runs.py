@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ from msgspec.structs import replace
 from streampack_services.audit.compare_runs import compare
 from streampack_services.audit.verify import verify
 from streampack_services.audit.why import why_step
-from streampack_services.ledger.formed_by import formed_by
+from streampack_services.forecast.run_lengths import from_ledger
+from streampack_services.ledger.formed_by import FormingRules
 from streampack_services.ledger.run_history import FeedHistory
+from streampack_services.log.log import Log
+from streampack_services.plan.savings import savings, show_savings
 
 from streampack.core.journal.log_records import Base, FeedFacts, Record
 from streampack.core.model.capacity import needed_tokens
@@ -87,11 +93,12 @@ def test_the_ledger_tells_by_which_rules_each_step_was_formed(
     run = live(rules, seed)
     run.finish()
     with ledger_of(run.records()) as ledger:
+        forming = FormingRules(ledger, ledger.history.feeds["train"])
         for planned in StagedPlan(rules, DATA, LONGEST).plan():
             recorded = ledger.step("train", planned.number, 0)
             assert recorded is not None
             assert recorded.digest == planned.digest
-            formed = formed_by(ledger, recorded).rules
+            formed = forming.of(recorded).rules
             assert (formed.budget, formed.packs) == (planned.rules.budget, planned.rules.packs), planned.number
 
 
@@ -197,3 +204,27 @@ def test_steps_around_a_change_are_formed_again_from_the_log_up_to_their_record(
         again.go_back(step, chain=chains)
         again.read(step + 1)
         assert not again.errors
+
+
+def test_report_has_a_row_for_each_stage(tmp_path: Path) -> None:
+    run = live(rules_of(long_stage(), SHORT))
+    steps = len(run.finish())
+    log = Log.open(tmp_path, durability="process", on_safe=lambda: None)
+    for kind, body in run.disk.records:
+        log.append(kind, [body])
+    log.close()
+    served = from_ledger(tmp_path, None)
+    rows = served.stages
+    assert [(row["name"], row["budget"]) for row in rows] == [("start", 32), ("long", 128), ("short", 24)]
+    assert [row["steps"][0] for row in rows] == [0, 6, next(c.step for c in run.changes() if c.id == 1)]
+    assert rows[-1]["steps"][1] == steps - 1
+    assert sum(row["packs"] for row in rows) == served.packs
+    assert all(0.8 < row["tokens"] / row["capacity"] <= 1 for row in rows[:2])
+    report = savings(served, None, None)
+    assert report["budget"] >= int(served.lengths.max())
+    assert "The rules changed. The other ways have the same budget in all steps, 90 tokens." in report["assumptions"]
+    with redirect_stdout(StringIO()) as shown:
+        show_savings(report)
+    assert "stage  " in shown.getvalue()
+    assert len(served.order) == 10
+    assert served.order[-1]["streams"]["code"]["weight_share"] == 0, "the stream pauses in the last stage"

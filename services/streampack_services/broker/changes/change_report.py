@@ -7,9 +7,9 @@ import math
 from msgspec import UNSET
 
 from streampack.core.feed.feed import Feed
-from streampack.core.model.keys.stage_keys import Stage
+from streampack.core.model.keys.stage_keys import Stage, StageRules
 from streampack.core.model.rule_changes import Scheduled, describe_change
-from streampack.core.model.rules import RulesChange
+from streampack.core.model.rules import Rules, RulesChange
 from streampack_services.amounts import count_text, counted
 from streampack_services.broker.changes.begin_estimate import estimated_steps
 from streampack_services.broker.changes.change_status import ChangesStatus, ComingChange, PastChange, RulesInForce
@@ -36,6 +36,7 @@ def changes_status(feed: Feed) -> ChangesStatus:
         window=rules.window,
         limits=rules.limits,
         packer=rules.new_packer().name,
+        changed=_changed(feed.rules, rules),
         paused=[stream.name for stream in rules.streams if stream.weight and stream.paused],
     )
     return ChangesStatus(
@@ -45,6 +46,14 @@ def changes_status(feed: Feed) -> ChangesStatus:
         past=begun[-MOST_PAST:],
         text=_text(in_force, coming) if begun or coming else "",
     )
+
+
+def _changed(first: Rules, now: Rules) -> StageRules:
+    """Return the rules in force that differ from the first ones."""
+    keys = [key for key in StageRules.__struct_fields__ if key != "overlong"]
+    changed = {key: getattr(now, key) for key in keys if getattr(now, key) != getattr(first, key)}
+    ended = [ramp for ramp in ("warmup", "packs_ramp") if ramp in changed and changed[ramp] is None]
+    return StageRules(**{key: value for key, value in changed.items() if key not in ended})
 
 
 def _text(now: RulesInForce, coming: list[ComingChange]) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Struct
 
 from streampack.core.model.keys.planning_keys import MediaLimits
+from streampack.core.model.keys.stage_keys import StageRules
 from streampack_services.figure import gauge
 
 
@@ -28,6 +29,8 @@ class RulesInForce(Struct, frozen=True, kw_only=True):
     """The packer; ``joint`` with ``balance: {kind: joint}``."""
     paused: list[str]
     """Streams that pause."""
+    changed: StageRules = StageRules()
+    """The rules that differ from those with which the feed began, except those of streams."""
 
     @gauge("stage_info", "Always 1; the label is the name of the stage in force, or `start` before the first.", "stage")
     def stages(self) -> dict[str, int]:
