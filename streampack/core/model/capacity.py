@@ -73,7 +73,12 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
 
 
 def ahead_tokens(rules: Rules, max_sample_tokens: int) -> int:
-    """Return the most tokens outside steps that the memory always holds; they are enough to form a step."""
+    """Return the most tokens outside steps that the memory always holds; they are enough to form a step.
+
+    In batch mode the lengths are unknown, and there is no such number: the result is larger than any memory.
+    """
+    if rules.batch is not None:
+        return 1 << 62
     if rules.stages:
         return max(ahead_tokens(each, max_sample_tokens) for each in rules_of_stages(rules))
     return needed_tokens(rules, max_sample_tokens) - rules.most_packs * rules.budget - max_sample_tokens

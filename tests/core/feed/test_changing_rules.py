@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streampack.core.feed.live_rules import LiveRules
 from streampack.core.feed.planner import Planner
@@ -17,7 +18,7 @@ from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
 from streampack.core.model.rule_changes import Cancel, Reweigh
-from streampack.core.model.rules import Rules, StreamRules
+from streampack.core.model.rules import Batch, Rules, StreamRules
 from tests.simulation.seeds import of_seeds
 from tests.world.live import Live
 from tests.world.planned import Data
@@ -75,7 +76,7 @@ def feeds(draw: st.DrawFn) -> Rules:
 
 
 def live(rules: Rules, seed: int, slow_packer: bool = False) -> Live:
-    memory = needed_tokens(rules, LONGEST) + 500
+    memory = needed_tokens(rules, LONGEST) + (500 if rules.batch is None else 9 * LONGEST)
     return Live(rules, DATA, seed, quota=200, memory=memory, longest=LONGEST, slow_packer=slow_packer)
 
 
@@ -144,6 +145,8 @@ def test_live_changes_hold_where_they_were_recorded(seeds: range) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         rules = drawn_feed(rng)
+        if seed % 5 == 4:
+            rules = replace(rules, batch=Batch(samples=7))
         run = live(rules, seed)
         play(rng, run)
         chains, changes = run.finish(), run.changes()
