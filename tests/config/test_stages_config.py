@@ -143,7 +143,7 @@ feeds:
         ("name: a, at: {step: 1}, rules: {step: {packs: 24}}",
          "stages.a: no planned mesh can read this stage: got dp=16, expected a divisor of the 24 packs of a step (1"),
         ("name: a, at: {step: 1}, rules: {step: {packs: {from: 24, to: 48, over: 9}}}",
-         "stages.a: no planned mesh can read this stage: got dp=16, expected a divisor of the 24 packs by which steps "),
+         "stages.a: no planned mesh can read this stage: got dp=16, expected a divisor of the 24 packs by which"),
         ("name: a, at: {step: 1}, planned_mesh: {dp: 8}}, {name: b, at: {step: 2}, rules: {step: {packs: 12}}",
          "stages.b: no planned mesh can read this stage: got dp=8, expected a divisor of the 12 packs of a step (1,"),
     ],

@@ -119,13 +119,9 @@ class Recorded:
         at = bisect_right(self.places, seq, key=lambda place: place.stop_seq)
         return self.places[at] if at < len(self.places) and self.places[at].base_seq <= seq else None
 
-    def begin_again(self, known_seq: int) -> None:
-        """Read all chunks again, from the first one on.
-
-        Samples from ``known_seq`` on may be cut in another way now, so rejected ones are recorded again.
-        """
+    def begin_again(self) -> None:
+        """Read all chunks again, from the first one on."""
         self.place, self.recalling = 0, False
-        self.rejected_seq = min(self.rejected_seq, known_seq)
 
     def forget_below(self, lsn: int) -> None:
         """Forget chunks whose records were deleted: those below log sequence number ``lsn``."""
@@ -189,7 +185,7 @@ class Intake:
         self.waiting_extra = 0
         self.total, self.closed = None, False
         self.awaited.clear()
-        self.recorded.begin_again(known_seq)
+        self.recorded.begin_again()
 
     def limit_of(self, seq: int, latest: int) -> int:
         """Return the limit by which sample ``seq`` was cut; ``latest`` is that of new samples."""

@@ -198,13 +198,14 @@ class PartitionAccounts:
 
     # Reading again
 
-    def go_to(self, feed: str, floors: list[Floor], held: I64) -> None:
+    def go_to(self, feed: str, floors: list[Floor], held: I64, cut_anew: bool = False) -> None:
         """Read the partitions of ``feed`` again from their floors, after its merge went back or forward.
 
         Args:
             feed: Name of the feed.
             floors: Place to read each partition from, for every partition that the merge knows.
             held: Handles of samples whose payload is to come again, int64 [n].
+            cut_anew: True if samples are cut in another way now, so that rejected ones are recorded again.
         """
         mine = self._partitions.of_feed(feed)
         ours = set(mine)
@@ -213,6 +214,8 @@ class PartitionAccounts:
             stream, intake = self._partitions.stream_of[p], self._partitions.intakes[p]
             merge, number = stream.merge.current, stream.number_in_feed(p)
             intake.go_to(floor, int(merge.merged_samples[number]), int(merge.merged_tokens[number]))
+            if cut_anew:
+                intake.recorded.rejected_seq = min(intake.recorded.rejected_seq, intake.known_seq)
             total = intake.recorded.known_total
             whole = total is not None and intake.expected_seq >= total
             if whole and not intake.behind:
