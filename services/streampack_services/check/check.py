@@ -140,7 +140,8 @@ def key_lines(text: str) -> dict[str, int]:
         """Add the lines of all keys below ``node``, whose own path is ``path``."""
         if isinstance(node, yaml.SequenceNode):
             for entry in node.value:
-                names = [value.value for key, value in getattr(entry, "value", ()) if key.value == "name"]
+                pairs = entry.value if isinstance(entry, yaml.MappingNode) else []
+                names = [value.value for key, value in pairs if key.value == "name"]
                 walk(entry, f"{path}.{names[0]}" if names else path)
         if not isinstance(node, yaml.MappingNode):
             return

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import streampack as sp
 from streampack.sources import SourceSettings, open_source
@@ -182,7 +183,8 @@ def test_a_stage_that_plan_recommends_is_accepted(broker: RunningBroker, tmp_pat
     assert stage["rules"]["budget"] * stage["rules"].get("step", {"packs": 4})["packs"] == 64 * 4
     shown = in_process("set", "stage", file, *http)
     assert f"stage {stage['name']}, from step {stage['at']['step']} on" in shown.stdout, shown.stderr
-    assert in_process("plan", broker.http, "--stage").stdout == report["stage_yaml"]
+    again = yaml.safe_load(in_process("plan", broker.http, "--stage").stdout)
+    assert again["rules"] == stage["rules"]
 
 
 @pytest.mark.parametrize(
