@@ -135,7 +135,7 @@ class Rerun:
                 self.config, listen=listen, state_dir=str(work / "state"),
                 durability="process", steps_ahead=1, retain=Retain(bytes=1 << 61), rendezvous=None,
             ),
-            recorded={name: feed.rules[0].rules for name, feed in self.ledger.history.feeds.items()},
+            recorded={name: feed.first_rules for name, feed in self.ledger.history.feeds.items()},
         )  # fmt: skip
 
     def _sources(self) -> Mapping[str, Any]:

@@ -178,6 +178,11 @@ class FeedHistory:
         return anew
 
     @property
+    def first_rules(self) -> Rules:
+        """The rules that the run began with, with their stages, as the log has them."""
+        return replace(self.rules[0].rules, stages=self.stages) if self.stages else self.rules[0].rules
+
+    @property
     def scheduled(self) -> dict[int, Scheduled]:
         """Each change by number: the stages that the run began with, and what people asked for since."""
         stages = (Scheduled(number, stage, stage.at) for number, stage in enumerate(self.stages))

@@ -350,3 +350,45 @@ def test_the_oldest_step_is_named_where_the_log_has_lost_what_was_pushed(tmp_pat
             same(steps[number], tmp_path / "step.npz")
         line = the_error(in_process("replay", "--step", str(oldest - 1), "-c", config), 2)
         assert f"Pass step {oldest} or a later step" in line
+
+
+def test_steps_around_a_stage_are_formed_again_by_its_rules(tmp_path: Path) -> None:
+    """The budget is four times as large from step 4 on, and smaller again from step 7 on; long samples are split."""
+    rows = [{"tokens": list(range(i, i + 5 + i * 37 % 300))} for i in range(600)]
+    stages = [
+        {"name": "long", "at": {"step": 4}, "rules": {"budget": 256, "step": {"packs": 2}}, "over": 3,
+         "weights": {"web": 0.5, "code": 0.5}},
+        {"name": "short", "at": {"step": 7}, "rules": {"budget": 32, "step": {"packs": 8}, "packer": "sliding_ffd"}},
+    ]  # fmt: skip
+    with folder() as path, ExitStack() as stack:
+        streams = {name: {"source": "jsonl", "shards": str(write_jsonl(path / f"{name}.jsonl", rows[at::2]))}
+                   for at, name in enumerate(STREAMS)}  # fmt: skip
+        settings = {
+            "listen": fixed_listen(path), "state_dir": str(path / "state"),
+            "rules": {"budget": 64, "window": {"samples": 16}, "step": {"packs": 4}, "overlong": "split"},
+            "streams": {"web": {"weight": 0.7}, "code": {"weight": 0.3}}, "stages": stages,
+        }  # fmt: skip
+        broker = RunningBroker(path, settings)
+        stack.callback(broker.kill)
+        producer = write(path / "producer.yaml", {"broker": broker.producers, "streams": streams})
+        with (
+            running("producer", "produce", "-c", producer),
+            sp.connect(broker.trainers, format="numpy", prefetch=1) as loader,
+        ):
+            steps = loader.steps()
+            found = [next(steps) for _ in range(20)]
+        broker.kill()
+        where = ("-c", path / "broker.yaml", "-p", producer)
+        for number in (4, 8):
+            again = ask("--step", str(number), *where, "-o", tmp_path / "step.npz")
+            assert (again["exit"], again["equal"]) == (0, True), number
+            same(found[number], tmp_path / "step.npz")
+        shown = in_process("why", "--step", "0-19", *where, "--text", "--json")
+        texts = json.loads(shown.stdout)["steps"]
+    assert [texts[number]["stage"]["name"] for number in (3, 4, 7, 19)] == ["start", "long", "short", "short"]
+    assert [(texts[n]["stage"]["budget"], texts[n]["num_packs"]) for n in (3, 4, 19)] == [(64, 4), (256, 2), (32, 8)]
+    samples = [sample for step in texts for pack in step["packs"] for sample in pack["samples"]]
+    assert any(sample["part"] > 1 for sample in samples)
+    for sample in samples:
+        assert len(sample["tokens"]) == sample["length"]
+    assert all(sample["same"] for sample in samples), "each piece is cut by the limit of its time"
