@@ -113,16 +113,16 @@ def stage(
     """
     if at_step is not None and at_tokens is not None:
         raise UserError("Got --at-step and --at-tokens. Pass one of the two.")
-    tree = _stage_tree(file)
+    keys = _stage_tree(file)
     if at_step is not None:
-        tree["at"] = {"step": at_step}
+        keys["at"] = {"step": at_step}
     if at_tokens is not None:
         from streampack.config.typed_yaml import parse_amount
 
-        tree["at"] = {"tokens": parse_amount(at_tokens, "--at-tokens")}
-    _check_stage(tree, "stdin" if file == "-" else file)
-    answer = post_change("/control/stage", tree, feed, note, Target(endpoint, config, yes, timeout))
-    name = f"stage {tree['name']}" if tree.get("name") else "stage"
+        keys["at"] = {"tokens": parse_amount(at_tokens, "--at-tokens")}
+    _check_stage(keys, "stdin" if file == "-" else file)
+    answer = post_change("/control/stage", keys, feed, note, Target(endpoint, config, yes, timeout))
+    name = f"stage {keys['name']}" if keys.get("name") else "stage"
     print_answer(answer, f"{name}, {_begins(answer)}", as_json)
 
 
@@ -151,9 +151,9 @@ def rules(
     Example:
         streampack set rules budget=32768 packs=128 --at-step 40000
     """
-    tree = _rules_tree(values)
-    _check_stage({"rules": tree}, "KEY=VALUE")
-    body = {"rules": tree, "at_step": at_step}
+    keys = _rules_tree(values)
+    _check_stage({"rules": keys}, "KEY=VALUE")
+    body = {"rules": keys, "at_step": at_step}
     answer = post_change("/control/rules", body, feed, note, Target(endpoint, config, yes, timeout))
     print_answer(answer, f"{' '.join(values)}, {_begins(answer)}", as_json)
 
@@ -162,13 +162,13 @@ def _stage_tree(file: str) -> dict[str, Any]:
     """Return the YAML of a file with one stage; ``-`` reads the standard input. Raises ConfigError."""
     from streampack.config.typed_yaml import parse_tree, read_tree
 
-    tree = parse_tree(sys.stdin.read(), "stdin") if file == "-" else read_tree(file)
-    if not isinstance(tree, dict) or "stages" in tree or "streams" in tree:
+    keys = parse_tree(sys.stdin.read(), "stdin") if file == "-" else read_tree(file)
+    if not isinstance(keys, dict) or "stages" in keys or "streams" in keys:
         raise UserError(
-            f"{file}: got {'a list' if isinstance(tree, list) else 'something else'}, expected one stage. Write, for "
+            f"{file}: got {'a list' if isinstance(keys, list) else 'something else'}, expected one stage. Write, for "
             f"example, name: long, at: {{step: 40000}}, rules: {{budget: 32768}}, each on its own line."
         )
-    return tree
+    return keys
 
 
 _SHORT = {"packs": "step.packs", "max_policy_lag": "staleness.max_policy_lag"}
@@ -176,8 +176,8 @@ _SHORT = {"packs": "step.packs", "max_policy_lag": "staleness.max_policy_lag"}
 
 
 def _rules_tree(values: list[str]) -> dict[str, Any]:
-    """Return the tree of ``budget=32768 balance.kind=joint``. Raises UserError."""
-    tree: dict[str, Any] = {}
+    """Return the keys of ``budget=32768 balance.kind=joint``. Raises UserError."""
+    keys: dict[str, Any] = {}
     for text in values:
         key, equals, value = text.partition("=")
         try:
@@ -189,7 +189,7 @@ def _rules_tree(values: list[str]) -> dict[str, Any]:
         if key == "window" and isinstance(parsed, int):
             parsed = {"samples": parsed}
         *above, last = _SHORT.get(key, key).split(".")
-        place = tree
+        place = keys
         for name in above:
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
@@ -197,15 +197,15 @@ def _rules_tree(values: list[str]) -> dict[str, Any]:
         if last in place:
             raise UserError(f"Got two values for {key}. Pass one of the two.")
         place[last] = parsed
-    return tree
+    return keys
 
 
-def _check_stage(tree: dict[str, Any], where: str) -> None:
-    """Raise ConfigError if a stage does not have the keys in ``tree``, or they have wrong types."""
+def _check_stage(keys: dict[str, Any], where: str) -> None:
+    """Raise ConfigError if a stage does not have the keys in ``keys``, or they have wrong types."""
     from streampack.config.stage_settings import StageSettings
     from streampack.config.typed_yaml import convert
 
-    stage = convert(tree, StageSettings, where)
+    stage = convert(keys, StageSettings, where)
     try:
         _ = stage.at and stage.at.begin
     except ValueError as error:

@@ -71,8 +71,10 @@ def _fits(step: StepRows, change: RulesFrom) -> bool:
     if (limits := rules.limits) is not None:
         counts += [(step.column("patches"), limits.patches), (step.column("items"), limits.items)]
     begins = np.flatnonzero(np.concatenate([[True], step.extras["keep"][:-1] != PACK]))
-    held = _before(step, change)[begins]
-    return not any((np.add.reduceat(count, begins) > most)[held].any() for count, most in counts if most is not None)
+    was_held = _before(step, change)[begins]
+    return not any(
+        (np.add.reduceat(count, begins) > most)[was_held].any() for count, most in counts if most is not None
+    )
 
 
 def _before(step: StepRows, change: RulesFrom) -> NDArray[np.bool_]:

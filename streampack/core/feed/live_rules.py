@@ -200,8 +200,9 @@ class LiveRules:
         if twice:
             text = (
                 f"feed {self._feed!r}: change {change.id} sets what {' and '.join(twice)} sets at {change.at}, too. It "
+                f"holds, because it was asked for last"
             )
-            effects.append(Report("warning", text + "holds, because it was asked for last", feed=self._feed))
+            effects.append(Report("warning", text, feed=self._feed))
         return effects, change
 
     def _check_streams(self, ask: Restream) -> None:

@@ -223,7 +223,7 @@ class Former:
 
     def change(self, rules: Rules, stage: BegunStage = FIRST_STAGE) -> None:
         """Form the next steps by ``rules``, in ``stage``; not within a step. Take packs of other rules apart."""
-        old, self._rules, self.stage = self._rules, rules, stage
+        old, packer, self._rules, self.stage = self._rules, self._packer, rules, stage
         if any(getattr(old, key) != getattr(rules, key) for key in REPACKING):
             self._gather()
             pending, (handles, sizes) = self._pending, self._held_items()
@@ -235,8 +235,9 @@ class Former:
             self.num_samples += len(pending.handles)
             self.queued_tokens += int(pending.tokens.sum())
             self._packer, self._asked_held = rules.new_packer(), -1
-        waits = Waits(self._packer, rules.packs if rules.batch is None else None)
-        self.waits, waits.window = waits, 0 if rules.window == "auto" else rules.window
+        if self._packer is not packer or (old.packs, old.window) != (rules.packs, rules.window):
+            self.waits = Waits(self._packer, rules.packs if rules.batch is None else None)
+            self.waits.window = 0 if rules.window == "auto" else rules.window
 
     @property
     def too_few(self) -> bool:
