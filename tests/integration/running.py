@@ -160,7 +160,8 @@ class RunningBroker(Daemon):
 
     num_steps = 0
     chain = ""
-    """For a test to note how many it read, and their digest."""
+    data_wait = -1.0
+    """For a test to note how many it read, their digest, and the share of time in which it waited."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], *arguments: str) -> None:
         self.rendezvous = folder / "streampack.json"

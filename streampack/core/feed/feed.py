@@ -393,7 +393,9 @@ class Feed:
     def recover(self, lsn: int, record: Record) -> None:
         """Apply a record of an earlier broker while this broker starts."""
         self._recorder.recover(lsn, record)
-        if isinstance(record, RulesChanged | ChangeAsked):
+        if isinstance(record, RulesChanged):
+            self.planner.live.recover_change()
+        elif isinstance(record, ChangeAsked):
             self.planner.live.know_asked()
         elif isinstance(record, CheckpointCommitted):
             self._checkpoints.recover(record.step)

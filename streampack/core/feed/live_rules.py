@@ -278,6 +278,14 @@ class LiveRules:
                 names = {stream.name for stream in self._streams}
                 self.know([*self._streams, *(stream for stream in asked.ask.add if stream.name not in names)])
 
+    def recover_change(self) -> None:
+        """Apply the last recorded change while the broker starts."""
+        self.know_asked()
+        count = len(self._history.changes)
+        merged = self._history.changes[-1].merged
+        if merged is not UNSET and _cuts_anew(self.after(count - 1), self.after(count)):
+            self._leases.accounts.cut_anew(self._feed, merged)
+
     def restart(self, applied: int, next_step: int) -> AnyMerge:
         """Begin an empty merge that follows the first ``applied`` changes, at ``next_step``; return it."""
         self.applied, self._ramped = applied, next_step
@@ -320,7 +328,7 @@ class LiveRules:
             The effects, and True if the samples that wait for the merge were cut by other terms.
         """
         effects: list[Effect] = []
-        before = [terms.cuts for terms in terms_of(self.current)]
+        before = self.current
         merge, history = self._merge.current, self._history
         if is_ready and self.ramps(next_step):
             change_merge(merge, self.current, next_step)
@@ -332,8 +340,7 @@ class LiveRules:
             effects += self._follow(change, next_step)
         if self.applied == len(history.changes) and not in_group:
             effects += self._apply_due(next_step, tokens, is_ready)
-        after = [terms.cuts for terms in terms_of(self.current)]
-        return effects, any(old != new for old, new in zip(before, after, strict=False))
+        return effects, self.current is not before and _cuts_anew(before, self.current)
 
     def _apply_due(self, next_step: int, tokens: int, is_ready: bool) -> list[Effect]:
         """Apply the changes that are due, in the order in which they were asked for, and record their places."""
@@ -390,6 +397,11 @@ class LiveRules:
         more = (replace(stream, paused=True) for stream in streams[len(rules.streams) : upto])
         every = (replace(s, paused=False) if s.name in names else s for s in (*rules.streams, *more))
         return replace(rules, streams=tuple(every), stages=())
+
+
+def _cuts_anew(old: Rules, new: Rules) -> bool:
+    """Return whether ``new`` rules cut the samples of a stream in another way than ``old`` rules."""
+    return any(one.cuts != other.cuts for one, other in zip(terms_of(old), terms_of(new), strict=False))
 
 
 def _name_of(ask: Difference) -> str:

@@ -201,7 +201,8 @@ class Planner:
         merge.load(state)
         self._repeat_order(merge)
         released = [Release(waiting)] if len(waiting) else []
-        return [*released, *leases.go_to(self._feed, floors, absent, cut_anew=True), *leases.remove(self.live.current)]
+        leases.accounts.cut_anew(self._feed, merge.merged_samples.tolist())
+        return [*released, *leases.go_to(self._feed, floors, absent), *leases.remove(self.live.current)]
 
     def _repeat_order(self, merge: AnyMerge) -> None:
         """Give a new merge the order in which chunks came, if it decides."""

@@ -141,10 +141,10 @@ class Leases:
         gone = [stream.name for stream in rules.streams if not stream.weight]
         return [e for name in gone for p in self.partitions.of_stream(name) for e in self._close(p)]
 
-    def go_to(self, feed: str, floors: list[Floor], held: I64, cut_anew: bool = False) -> list[Effect]:
+    def go_to(self, feed: str, floors: list[Floor], held: I64) -> list[Effect]:
         """Begin new sessions that read the partitions of ``feed`` from ``floors``; see ``PartitionAccounts.go_to``."""
         effects = self.records.keep_order(feed, floors)
-        self.accounts.go_to(feed, floors, held, cut_anew)
+        self.accounts.go_to(feed, floors, held)
         mine = self.partitions.of_feed(feed)
         for p in mine:
             self.producers.failures.pop(p, None)

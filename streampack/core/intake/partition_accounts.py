@@ -7,6 +7,8 @@ module does not know producers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
@@ -198,14 +200,22 @@ class PartitionAccounts:
 
     # Reading again
 
-    def go_to(self, feed: str, floors: list[Floor], held: I64, cut_anew: bool = False) -> None:
+    def cut_anew(self, feed: str, merged: Sequence[int]) -> None:
+        """Record rejected samples again that are not among the first ``merged`` of each partition of ``feed``.
+
+        They are cut in another way now, so others of them may be rejected.
+        """
+        for p, seq in zip(self._partitions.of_feed(feed), merged, strict=False):
+            recorded = self._partitions.intakes[p].recorded
+            recorded.rejected_seq = min(recorded.rejected_seq, seq)
+
+    def go_to(self, feed: str, floors: list[Floor], held: I64) -> None:
         """Read the partitions of ``feed`` again from their floors, after its merge went back or forward.
 
         Args:
             feed: Name of the feed.
             floors: Place to read each partition from, for every partition that the merge knows.
             held: Handles of samples whose payload is to come again, int64 [n].
-            cut_anew: True if samples are cut in another way now, so that rejected ones are recorded again.
         """
         mine = self._partitions.of_feed(feed)
         ours = set(mine)
@@ -214,8 +224,6 @@ class PartitionAccounts:
             stream, intake = self._partitions.stream_of[p], self._partitions.intakes[p]
             merge, number = stream.merge.current, stream.number_in_feed(p)
             intake.go_to(floor, int(merge.merged_samples[number]), int(merge.merged_tokens[number]))
-            if cut_anew:
-                intake.recorded.rejected_seq = min(intake.recorded.rejected_seq, intake.known_seq)
             total = intake.recorded.known_total
             whole = total is not None and intake.expected_seq >= total
             if whole and not intake.behind:
