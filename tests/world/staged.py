@@ -35,6 +35,7 @@ class Staged:
         self.rules = replace(rules, stages=())
         self.waiting = list(rules.stages) if changes is None else []
         self.former, self.merge = Former(self.rules, table), merge_of(self.rules)
+        self.former.one_by_one = True
         self.most_tokens, self.longest = ahead_tokens(rules, longest), longest
         self.steps: list[PlannedStep] = []
         self.begins: list[tuple[int, int]] = []
@@ -48,6 +49,9 @@ class Staged:
             self._begin_step()
             while not former.closed and self._admit():
                 pass
+            if steps := former.complete():
+                self.steps += steps
+                continue
             request = former.request()
             self.steps += former.cut() if request is None else former.apply(request.choose())
         return self.steps

@@ -165,6 +165,9 @@ class Feed:
                 break
             if planner.forming is not None or self._is_ahead:
                 break
+            if steps := planner.complete():
+                effects += self._publish(steps)
+                continue
             if request := planner.request():
                 effects += request
                 break

@@ -137,7 +137,8 @@ class Planner:
     def _change_rules(self) -> list[Effect]:
         """Apply changes of the rules that are due."""
         live, former = self.live, self.former
-        if not live.waits and self._followed == live.applied and not former.strict:
+        former.one_by_one = live.waits or self._followed < live.applied or former.strict
+        if not former.one_by_one:
             return []
         former.strict = live.is_strict(former.next_step)
         applied = live.applied
@@ -185,6 +186,11 @@ class Planner:
         if self.former.closed or not (self.live.waits or self.former.strict):
             return False
         return self.live.is_due(self.former.next_step, self._tokens_in_steps)
+
+    @property
+    def _must_wait(self) -> bool:
+        """True if no step may be formed before a change. Without memory, only a step makes room for what it needs."""
+        return self._waits_to_change and self._memory.room > 0
 
     @property
     def _waits_for_group(self) -> bool:
@@ -243,8 +249,7 @@ class Planner:
 
     def request(self) -> list[Effect]:
         """Return the effect that requests the next step's packs; no effect if samples are missing, or none are left."""
-        waits = self._waits_to_change and self._memory.room > 0  # without room, only a step makes room for the rest
-        request = None if waits else self.former.request()
+        request = None if self._must_wait else self.former.request()
         if request is None:
             return []
         self.forming = request
@@ -254,6 +259,10 @@ class Planner:
         """Return the steps that a packer's choice completes."""
         self.forming = None
         return self._count(self.former.apply(event.choice))
+
+    def complete(self) -> list[PlannedStep]:
+        """Return the next steps if their packs are chosen already, and no change of the rules is due before them."""
+        return [] if self._must_wait else self._count(self.former.complete())
 
     def cut(self) -> list[PlannedStep]:
         """Return the last steps of the feed or of a pass, once all of its samples are merged."""

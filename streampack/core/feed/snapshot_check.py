@@ -289,11 +289,11 @@ def _wrong_form(taken: Snapshot, merged_by: Rules, rules: Rules, max_tokens: int
     reach = form.reach or 0
     if not 0 <= reach < MAX_COUNT:
         return f"got {reach} as the number of samples that may be admitted, expected a number of at least 0"
-    most = rules.packs_at(form.next_step) if rules.batch is None else 1  # a batch leaves no packs
-    if any(count < 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) >= most:
+    most = len(pending) if rules.batch is None else 0  # a batch leaves no packs
+    if any(count <= 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) > most:
         return (
-            f"got {len(form.counts)} pending packs with {sum(form.counts)} samples, expected fewer than {most} packs "
-            f"with {len(pending)} samples"
+            f"got {len(form.counts)} pending packs with {sum(form.counts)} samples, expected at most {most} packs "
+            f"with {len(pending)} samples, and none without samples"
         )
     starts = len(window) + np.cumsum([0, *form.counts])
     return (

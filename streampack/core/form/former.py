@@ -122,6 +122,8 @@ class Former:
         self._reach = 0  # items outside steps up to which samples may be admitted: see ``may_admit``
         self.strict = False
         """True if ``may_admit`` bounds the samples that are admitted, because a change of the rules is to come."""
+        self.one_by_one = False
+        """True if each step waits for a call of its own, because the rules may change before it."""
         self.begun = False
         """True if some packs of the next step are chosen."""
         self.num_samples = 0
@@ -352,6 +354,10 @@ class Former:
         self.begun = self.begun or len(packs) > 0
         return self.cut()
 
+    def complete(self) -> list[PlannedStep]:
+        """Return the next steps if the packers have chosen all of their packs already; see ``one_by_one``."""
+        return self.cut() if self._pending and len(self._pending) >= self._rules.packs_at(self.next_step) else []
+
     def cut(self) -> list[PlannedStep]:
         """Return the complete steps that the pending packs make; once closed, handle the tail by ``Rules.tail``."""
         if self._rules.batch is not None:
@@ -361,6 +367,8 @@ class Former:
         while len(self._pending) >= (size := self._rules.packs_at(self.next_step)):
             packs, self._pending = self._pending.cut(size)
             steps.append(self._make_step(packs))
+            if self.one_by_one:
+                return steps
         if self.closed and not self.num_samples and self._pending:
             tail, self._pending = self._pending, PlannedPacks.empty()
             if self._rules.tail == "drop":

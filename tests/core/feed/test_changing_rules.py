@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from streampack.core.feed.live_rules import LiveRules
 from streampack.core.feed.planner import Planner
 from streampack.core.journal.history import History
+from streampack.core.journal.log_records import StepFormed
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
@@ -193,6 +194,22 @@ def test_kills_and_going_back_around_stages_change_no_step(
             run.until(lambda: run.is_attached)
     assert run.finish() == [step.chain for step in StagedPlan(rules, DATA, LONGEST).plan()]
     assert not run.errors
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(["exact_fill", "first_fit_decreasing", "concatenative"]), st.sampled_from([6, 30, "auto"]),
+       st.integers(1, 6), st.integers(0, 99), st.booleans())  # fmt: skip
+def test_a_stage_begins_at_its_step_also_where_a_packer_chooses_several_steps_at_once(
+    packer: str, window: int | str, step: int, seed: int, is_live: bool
+) -> None:
+    stage = Stage(name="wide", at=StageBegin(step=step), rules=StageRules(packs=3))
+    run = live(staged("split", packer, window, [] if is_live else [stage]), seed)
+    if is_live:
+        run.ask(stage)
+    run.finish()
+    packs = [len(record.counts_u32) // 4 for record in run.records() if isinstance(record, StepFormed)]
+    assert packs == [2 if number < step else 3 for number in range(len(packs))]
+    assert [(change.step, change.rules.packs) for change in run.changes()] == [(step, 3)]
 
 
 def growing(first: int) -> tuple[Rules, Data]:
