@@ -33,6 +33,7 @@ from tests.soak import provocations
 from tests.soak.accounts import Account, settle
 from tests.soak.arrived import broken_promises, pack_as_it_came
 from tests.soak.broken_values import broken_values
+from tests.soak.changer import changes_of, commands_of
 from tests.soak.fire import Fire
 from tests.soak.flood import floods_of
 from tests.soak.golden import pack_offline
@@ -85,7 +86,8 @@ class Soak:
             unfinished = str(error)
             tails = "".join(f"\n--- {member.name}: {member.codes}\n{member.said()}" for member in run.members)
             print(f"run {seed}: {error}{tails}", file=sys.stderr, flush=True)
-        account = settle(job, pack_as_it_came(job) if job.pushers else pack_offline(job), run.fire.hits)
+        changes = changes_of(job) if job.staged else None
+        account = settle(job, pack_as_it_came(job) if job.pushers else pack_offline(job, changes), run.fire.hits)
         account.wrong += broken_promises(job) + broken_values(job)
         account.wrong = [unfinished, *account.wrong] if unfinished else account.wrong
         self.add(run, account)
@@ -93,7 +95,9 @@ class Soak:
         how += ", relays" if job.relays else ""
         how += (", late values" if job.late else "") + (", media" if job.media else "")
         how += f", {len(floods_of(job))} floods" if job.flooded else ""
-        how += ", stages" if job.staged else ""
+        if changes is not None:
+            asked = Counter(line["code"] for line in commands_of(job))
+            how += f", {len(changes)} changes of the rules, {asked[0]} of {asked.total()} commands accepted"
         print(
             f"run {seed}: dp={job.dp} cp={job.cp} tp={job.tp} {how}: {account.steps} steps, "
             f"{account.compared} compared, {run.fire.kills.total()} kills, {run.fire.stops.total()} stops, "

@@ -1,8 +1,8 @@
 """What is done to a run: kills, freezes and slow links at random moments, drawn from a seed.
 
 An act names kinds of processes, not processes: which one it hits is drawn as well. ``lot`` is the whole lot at once, as
-when a job is preempted, except a program that floods the broker. A link that is hit passes few bytes a second for a
-while.
+when a job is preempted, except programs that flood the broker or change the rules. A link that is hit passes few bytes
+a second for a while.
 """
 
 from __future__ import annotations
@@ -130,7 +130,11 @@ class Fire:
 
     def _targets(self, kinds: tuple[str, ...], members: list[Member]) -> list[tuple[str, Member, int]]:
         """(kind, member, which child or -1) of each process that is hit."""
-        there = [each for each in members if each.alive and each.continue_at is None and each.kind != "flood"]
+        there = [
+            each
+            for each in members
+            if each.alive and each.continue_at is None and each.kind not in ("flood", "changer")
+        ]
         if kinds == ("lot",):
             return [(member.kind, member, -1) for member in there]
         found = []

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from tests.integration.running import STREAMPACK, write
-from tests.soak.job import Job
+from tests.soak.job import PACKS, Job
 from tests.soak.trainer import OWN_PLACE
 
 PREFETCH = 2
@@ -133,6 +133,13 @@ def members_of(job: Job, producers: int) -> list[Member]:
              "seed": job.seed},
         )  # fmt: skip
         found.append(Member("flood", "flood", job.folder, [sys.executable, "-m", "tests.soak.flood", str(settings)]))
+    if job.staged:
+        settings = write(
+            job.folder / "changer.json",
+            {"config": str(job.broker_config), "folder": str(job.folder), "seed": job.seed, "packs": PACKS},
+        )  # fmt: skip
+        command = [sys.executable, "-m", "tests.soak.changer", str(settings)]
+        found.append(Member("changer", "changer", job.folder, command))
     return found
 
 

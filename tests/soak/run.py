@@ -99,7 +99,7 @@ class Run:
                 continue
             if member.kind == "trainer":
                 self._trainer_ended(member, code, now)
-            elif member.kind not in ("flood", "pusher", *LAST) or code:
+            elif member.kind not in ("flood", "changer", "pusher", *LAST) or code:
                 if member.kind == "broker" and code != -signal.SIGKILL:
                     raise Unfinished(f"the broker ended with {code}")
                 member.start_at = now + self.fire.delay()
@@ -130,7 +130,7 @@ class Run:
 
     def _end(self) -> None:
         """Gently: nobody needs them any more. Raises Unfinished if one does not go, or fails."""
-        for kind in ("flood", "pusher", "relay", "producer", "broker"):
+        for kind in ("flood", "changer", "pusher", "relay", "producer", "broker"):
             going = [member for member in self.members if member.kind == kind and member.alive]
             for member in going:
                 member.signal(signal.SIGCONT)
