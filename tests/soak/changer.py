@@ -33,7 +33,7 @@ def changes_of(job: Job) -> list[RulesChange]:
     """The changes that took effect, as the log has them; the stages of broker.yaml are among them."""
     with read_ledger(Path(job.settings["state_dir"])) as ledger:
         every = ledger.history.feeds["train"].changes_at(LATEST)[1:]
-    return [RulesChange(step=each.step, position=each.position, rules=each.rules, note=each.note) for each in every]
+    return [RulesChange(step=each.step, position=each.position, rules=each.rules) for each in every]
 
 
 def command(draw: random.Random, folder: Path, packs: int, formed: int) -> list[str]:
