@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from streampack.core.feed import live_rules
 from streampack.core.feed.live_rules import LiveRules
 from streampack.core.feed.planner import Planner
 from streampack.core.journal.history import History
-from streampack.core.journal.log_records import StepFormed
+from streampack.core.journal.log_records import ChangeCanceled, StepFormed
+from streampack.core.journal.recorder import Recorder
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
-from streampack.core.model.rule_changes import Cancel, Reweigh
+from streampack.core.model.rule_changes import Cancel, Reweigh, apply_change
 from streampack.core.model.rules import Batch, Rules, StreamRules
 from tests.simulation.seeds import of_seeds
 from tests.world.live import Live
@@ -157,6 +159,42 @@ def test_live_changes_hold_where_they_were_recorded(seeds: range) -> None:
         assert len({change.id for change in changes}) == len(changes), f"seed {seed}"
         canceled = run.feed.history.canceled
         assert not canceled & {change.id for change in changes}, f"seed {seed}"
+
+
+def changed_rules(kills: bool) -> list[tuple[int, int, float]]:
+    """The changes of a run in which one is canceled and one follows another: step, packs, weight of web."""
+    run = live(staged("split", "exact_fill", 6, []), 1)
+    run.ask(Stage(at=StageBegin(step=5), rules=StageRules(packs=3)))
+    run.ask(Stage(at=StageBegin(step=9), rules=StageRules(window=3)))
+    run.ask(Reweigh({"web": 5}), 8)
+    run.ask(Cancel(1))
+    for step in (3, 6, 9) if kills else ():
+        run.read(step)
+        run.start_broker()
+    run.finish()
+    assert not run.errors
+    return [(change.step, change.rules.packs, change.rules.streams[0].weight) for change in run.changes()]
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_canceled_change_never_acts_and_a_later_change_keeps_what_an_earlier_one_set(kills: bool) -> None:
+    assert changed_rules(kills) == [(5, 3, 0.6), (8, 3, 5)]
+
+
+def test_cancellations_that_a_restart_forgets_and_changes_of_the_first_rules_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as mutant:
+        recover = Recorder.recover
+        mutant.setattr(
+            Recorder, "recover", lambda self, lsn, record: (
+                None if isinstance(record, ChangeCanceled) else recover(self, lsn, record)
+            ),
+        )  # fmt: skip
+        assert [step for step, *_ in changed_rules(kills=True)] == [5, 8, 9]
+    first = staged("split", "exact_fill", 6, [])
+    monkeypatch.setattr(live_rules, "apply_change", lambda rules, ask, step=0: apply_change(first, ask, step))
+    assert changed_rules(kills=False)[-1] == (8, 2, 5)
 
 
 def test_a_number_of_a_change_is_not_used_again_once_the_log_is_cut() -> None:

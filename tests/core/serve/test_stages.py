@@ -18,6 +18,7 @@ from streampack.core.protocol.effects import Change
 from streampack.core.protocol.message import Bye, Reject
 from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import AskState, Attached, Commit, Committed, EndForMesh, State
+from streampack.core.serve.served_steps import ServedSteps
 from streampack.errors import StageEnds
 from tests.core.sessions.bench import Bench, attach, fill, get, hello
 
@@ -102,6 +103,13 @@ def test_a_mesh_that_a_stage_does_not_fit_gets_no_part_of_it_and_hears_so_at_eac
         assert len(bench.heard(peer, EndForMesh)) > heard
         assert bench.heard(peer, EndForMesh)[-1].request == 1
     assert bench.feed.readers.steps.released_upto == 1, "the last step in hand may be read again"
+
+
+def test_without_an_end_for_the_mesh_its_part_of_the_stage_is_dealt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServedSteps, "end_for", lambda self, number, mesh: None)
+    bench = running(FEWER)
+    with pytest.raises(ValueError, match="got dp=2 for a step of 3 packs"):
+        ranks(bench, "two", 2)
 
 
 def test_the_trainer_saves_and_comes_back_on_another_mesh_at_that_step() -> None:
