@@ -60,6 +60,7 @@ def build_step(
     Raises WireError if a message breaks an invariant.
     """
     contents: list[Content] = []
+    longest: list[I64] = []
     first: StepPart | None = None
     count = 0
     for envelope in parts:
@@ -74,16 +75,19 @@ def build_step(
             )
         try:
             contents.append(_content(message, envelope.payload, attached, mesh, slabs, media))
+            of_places = message.longest(message.rules_of(attached.rules))
         except ValueError as error:
             raise WireError(f"got step {message.step} with packs that cannot be laid out: {error}") from None
         count += contents[-1].count
+        longest += [] if of_places is None else [of_places]
     if first is None or count != first.micro_batches:
         raise WireError(f"got {count} micro-batches, expected {first.micro_batches if first else 'at least one'}")
     rules = first.rules_of(attached.rules)
+    places = -(-first.num_samples // mesh.dp)
     return Step(
         first.step, LazyPacks.of(contents), sum(content.num_tokens for content in contents), denominator(first),
         first.num_samples, first.digest.hex(), first.chain.hex(), "0" if first.stage is UNSET else first.stage.text,
-        rules, Regrouping(rules, mesh.pp),
+        rules, Regrouping(rules, mesh.pp, places, np.concatenate(longest) if longest else None),
     )  # fmt: skip
 
 

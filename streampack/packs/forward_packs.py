@@ -1,8 +1,9 @@
 """``ForwardPacks``: packs for passes without gradients, and the way back of results to the micro-batches.
 
 ``Step.regroup`` makes forward packs. They hold the rank's samples in the same order as the micro-batches do. The way
-back therefore removes tail padding, joins the values, and cuts them where the micro-batches begin. All of this works on
-numpy arrays and on torch tensors of any device; torch is imported only if a value is a tensor.
+back therefore removes tail padding, joins the values, and cuts them where the micro-batches begin. In padded rows, each
+real token moves back to its place. All of this works on numpy arrays and on torch tensors of any device; torch is
+imported only if a value is a tensor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.model.samples import I64
 from streampack.errors import UserError
 from streampack.packs.batch_type import BatchT
 from streampack.packs.pack import Pack
@@ -28,30 +30,37 @@ class ForwardPacks(Sequence[BatchT]):
         shown: The forward packs in the step's format.
         packs: The same packs, canonical.
         micro_batches: The canonical packs of the step.
+        moved: For padded rows, the index of each real token in the micro-batches, and in the forward packs.
 
     Example:
         >>> forward = step.regroup(budget=32768)  # doctest: +SKIP
         >>> rewards = forward.samples_back([reward(pack) for pack in forward])  # doctest: +SKIP
     """
 
-    def __init__(self, shown: tuple[BatchT, ...], packs: tuple[Pack, ...], micro_batches: tuple[Pack, ...]) -> None:
-        self._shown, self._packs, self._micro_batches = shown, packs, micro_batches
+    def __init__(
+        self, shown: tuple[BatchT, ...], packs: tuple[Pack, ...], micro_batches: tuple[Pack, ...],
+        moved: tuple[I64, I64] | None = None,
+    ) -> None:  # fmt: skip
+        self._shown, self._packs, self._micro_batches, self._moved = shown, packs, micro_batches, moved
 
     def tokens_back(self, values: Mapping[Any, Any] | Sequence[Any]) -> tuple[Any, ...]:
         """Map values of tokens from the forward packs to the step's micro-batches.
 
         Args:
             values: For each forward pack, an array or tensor [T', ...] with one value for each token that this rank
-                holds; [1, T', ...] in the formats ``hf``. If samples may share tokens, also [P, ...], such as
-                log-probs of labels. Either a sequence in the packs' order, or a mapping with the packs as keys.
+                holds. In the formats ``hf`` also [1, T', ...], for padded rows also [B, S, ...]. If samples may share
+                tokens, also [P, ...], such as log-probs of labels. Either a sequence in the packs' order, or a mapping
+                with the packs as keys.
 
         Returns:
-            For each micro-batch, an array or tensor [T', ...], [1, T', ...] or [P, ...]; 0 at padding.
+            For each micro-batch, an array or tensor [T', ...], [1, T', ...], [B, S, ...] or [P, ...]; 0 at padding.
 
         Raises:
             UserError: Values are missing for a forward pack, or do not have one row for each token.
         """
         of_packs = self._of_all(values)
+        if self._moved is not None:
+            return self._rows_back(of_packs, *self._moved)
         paths = [pack.path_index for pack in self._packs if pack.path_index is not None]
         if paths and all(value.shape[:1] == (len(path),) for value, path in zip(of_packs, paths, strict=True)):
             return self._paths_back(of_packs)
@@ -64,10 +73,24 @@ class ForwardPacks(Sequence[BatchT]):
         for pack in self._micro_batches:
             row, end = _zeros(joined, len(pack.padding_mask)), begin + num_held_tokens(pack)
             row[: end - begin] = joined[begin:end]
-            row[_mask(pack.padding_mask, row)] = 0
+            row[_index(pack.padding_mask, row)] = 0
             back.append(row[None] if rowed else row)
             begin = end
         return tuple(back)
+
+    def _rows_back(self, values: Sequence[Any], places: I64, moved: I64) -> tuple[Any, ...]:
+        """Map values [B, S, ...] or [T, ...] of each padded forward pack to the step's micro-batches."""
+        sizes = [_rows_of(pack) for pack in self._packs]
+        rowed = all(value.shape[:2] == size for value, size in zip(values, sizes, strict=True))
+        if rowed:
+            values = [value.reshape(-1, *value.shape[2:]) for value in values]
+        _check_sizes(values, [rows * width for rows, width in sizes], "token")
+        joined, bounds = _joined(values), np.cumsum([0, *(len(pack.padding_mask) for pack in self._micro_batches)])
+        back = _zeros(joined, int(bounds[-1]))
+        back[_index(places, joined)] = joined[_index(moved, joined)]
+        spans = zip(pairwise(bounds.tolist()), self._micro_batches, strict=True)
+        of_batches = [(back[begin:end], _rows_of(pack)) for (begin, end), pack in spans]
+        return tuple(row.reshape(*size, *row.shape[1:]) if rowed else row for row, size in of_batches)
 
     def _paths_back(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Map values [P, ...] of each forward pack to the step's micro-batches."""
@@ -166,10 +189,15 @@ def _zeros(like: Any, size: int) -> Any:
     return like.new_zeros(shape) if hasattr(like, "new_zeros") else np.zeros(shape, like.dtype)
 
 
-def _mask(mask: NDArray[np.bool_], like: Any) -> Any:
-    """Return ``mask`` as a tensor on the device of ``like`` if ``like`` is a tensor, else unchanged."""
+def _rows_of(pack: Pack) -> tuple[int, int]:
+    """Return the number of rows of a padded micro-batch, and their length."""
+    return len(pack.padding_mask) // pack.max_seqlen, pack.max_seqlen
+
+
+def _index(index: NDArray[Any], like: Any) -> Any:
+    """Return a mask or numbers as a tensor on the device of ``like`` if ``like`` is a tensor, else unchanged."""
     if not hasattr(like, "detach"):
-        return mask
+        return index
     import torch
 
-    return torch.from_numpy(mask).to(like.device)
+    return torch.from_numpy(index).to(like.device)

@@ -9,6 +9,9 @@ A forward pack is a run of the rank's samples in the order of its micro-batches.
 ``whole``, which cut each sample by itself, a rank holds one stretch of each sample. Regrouping then removes tail
 padding, joins the stretches, cuts them elsewhere, and adds new tail padding. The other layouts cut whole packs. There a
 rank does not hold its part of a joined pack, so regrouping raises an error.
+
+Padded micro-batches become padded micro-batches again. Their places are cut as ``core.deal.dynamic_batches`` cuts them,
+so all ranks have the same shapes. Each real token moves to its place in a row of another length.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from operator import index
 from typing import Any, SupportsIndex
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from streampack.core.columns.step_columns import IN_PACKS
+from streampack.core.deal.dynamic_batches import cut_places
 from streampack.core.layout.boundaries import layouts
 from streampack.core.layout.labels import derive_positions
 from streampack.core.layout.shards import cut
@@ -55,22 +60,29 @@ class Regrouping:
     """Settings with which a step makes forward packs.
 
     ``rules`` are the run's, and ``pp`` is the number of pipeline stages. The function ``show`` makes a view of a pack,
-    given rules for the pack's length; ``read`` returns the canonical pack of a view.
+    given rules for the pack's length; ``read`` returns the canonical pack of a view. A padded step has ``places`` on
+    every rank; ``longest`` is the longest sample over all ranks at each place where this rank has a sample.
     """
 
     rules: Rules
     pp: int
+    places: int = 0
+    longest: I64 | None = None
     show: Callable[[Pack, Rules], Any] = as_it_is
     read: Callable[[Any], Pack] = pack_itself
 
-    def regroup(self, packs: tuple[Pack, ...], budget: SupportsIndex, min_packs: SupportsIndex) -> ForwardPacks[Any]:
+    def regroup(
+        self, packs: tuple[Pack, ...], budget: SupportsIndex, min_packs: SupportsIndex, round: SupportsIndex | None
+    ) -> ForwardPacks[Any]:
         """Return forward packs of a step's canonical packs; see ``Step.regroup``."""
         budget, min_packs = _number("budget", budget), _number("min_packs", min_packs)
         rules, first = self.rules, packs[0]
         if rules.padded:
+            return self._rows(packs, budget, min_packs, rules.align.pack if round is None else _number("round", round))
+        if round is not None:
             raise UserError(
-                "got a step of padded micro-batches to regroup, expected a step of packs, because padded rows of "
-                "different lengths cannot share a batch. Run the pass by micro-batch, or serve the samples as packs"
+                f"got round={round} for a step of packs, expected none, because packs keep the alignment of their "
+                f"samples. `round` is for the rows of a feed with `padded: true`"
             )
         if first.cp > 1 and first.layout not in ("zigzag", "whole"):
             raise UserError(
@@ -97,10 +109,43 @@ class Regrouping:
         ends = _sums(slots)[bounds]
         widths = _widths(np.diff(ends), room, rules, self.pp)
         parts = 1 if first.layout == "whole" else first.cp
-        forward_packs = tuple(_forward_packs(_Cut(packs, counts, bounds, ends, widths, parts, of_packs), rules))
-        own = {width: _rules_of(width, rules) for width in set(widths.tolist())}
-        shown = tuple(self.show(pack, own[width]) for pack, width in zip(forward_packs, widths.tolist(), strict=True))
-        return ForwardPacks(shown, forward_packs, packs)
+        plan = _Cut(packs, counts, bounds, ends, widths, parts, of_packs)
+        forward_packs = tuple(_forward_packs(plan, rules, rules.align.sample))
+        return ForwardPacks(self._shown(forward_packs, widths), forward_packs, packs)
+
+    def _rows(self, packs: tuple[Pack, ...], budget: int, min_packs: int, round: int) -> ForwardPacks[Any]:
+        """Return forward packs of a step's padded micro-batches, with rows in multiples of ``round``."""
+        rules, first = self.rules, packs[0]
+        if first.cp > 1 and first.layout != "whole":
+            raise UserError(
+                f"got padded micro-batches with `cp_layout: {first.layout}` and cp={first.cp} to regroup, expected "
+                f"whole, because this rank lacks its parts of rows of another length. Change the feed's `cp_layout`"
+            )
+        if round % rules.align.pack:
+            raise UserError(f"got round={round}, expected a multiple of {rules.align.pack}, the value of align.pack")
+        assert self.longest is not None, "as padded steps are made"
+        rows = np.repeat(
+            [pack.max_seqlen for pack in packs], [pack.cu_seqlens_padded[-1] // pack.max_seqlen for pack in packs]
+        )
+        last = rows[len(self.longest) : self.places]  # at most one place, where other ranks alone have a sample
+        longest = -(-np.append(self.longest, last) // round) * round
+        if (most := int(longest.max(initial=round))) > budget:
+            raise UserError(
+                f"got budget={budget}, expected at least {most}, the tokens of this step's longest row with padding"
+            )
+        stops, widths = cut_places(longest.tolist(), budget, round, min_packs)
+        tokens = np.diff(stops) * widths
+        bounds = np.minimum(stops, len(self.longest))
+        counts = _sums([pack.num_samples for pack in packs])
+        moved = _moved(packs, bounds, widths, tokens)
+        plan = _Cut(packs, counts, bounds, _sums(tokens), tokens, 1, moved=moved)
+        forward_packs = tuple(_forward_packs(plan, rules, widths))
+        return ForwardPacks(self._shown(forward_packs, tokens), forward_packs, packs, moved)
+
+    def _shown(self, packs: Sequence[Pack], widths: I64) -> tuple[Any, ...]:
+        """Return forward packs of ``widths`` tokens in the step's format."""
+        own = {width: _rules_of(width, self.rules) for width in set(widths.tolist())}
+        return tuple(self.show(pack, own[width]) for pack, width in zip(packs, widths.tolist(), strict=True))
 
 
 def _number(name: str, given: SupportsIndex) -> int:
@@ -161,8 +206,27 @@ def _widths(slots: I64, room: I64, rules: Rules, pp: int) -> I64:
     return np.full_like(widths, widths.max()) if pp > 1 else widths
 
 
+def _moved(packs: Sequence[Pack], bounds: I64, widths: I64, tokens: I64) -> tuple[I64, I64]:
+    """Return the index of each real token among all tokens of micro-batches, and among those of forward packs.
+
+    Forward pack i holds samples bounds[i] to bounds[i + 1], in rows of widths[i] tokens; it has tokens[i] in all.
+    """
+    lengths = np.concatenate([np.diff(pack.cu_seqlens)[: pack.num_samples] for pack in packs])
+    firsts = _sums([len(pack.padding_mask) for pack in packs]).tolist()
+    begins = [
+        pack.cu_seqlens_padded[: pack.num_samples] + first for pack, first in zip(packs, firsts[:-1], strict=True)
+    ]
+    counts = np.diff(bounds)
+    row = np.arange(len(lengths)) - np.repeat(bounds[:-1], counts)
+    targets = np.repeat(_sums(tokens)[:-1], counts) + row * np.repeat(widths, counts)
+    offsets = np.arange(int(lengths.sum())) - np.repeat(_sums(lengths)[:-1], lengths)
+    return np.repeat(np.concatenate(begins), lengths) + offsets, np.repeat(targets, lengths) + offsets
+
+
 def _rules_of(width: int, rules: Rules) -> Rules:
     """Return rules for the view and the check of a forward pack of ``width`` tokens."""
+    if rules.padded:
+        return structs.replace(rules, budget=width)
     return Rules(
         budget=width, align=rules.align, share=rules.share, tokens=rules.tokens, fields=rules.fields,
         packer="concatenative",
@@ -182,6 +246,7 @@ class _Cut:
     - ``widths``: tokens of each forward pack, tail padding included.
     - ``parts``: this rank holds 1 / parts of each pack.
     - ``of_packs``: forward pack i holds packs of_packs[i] to of_packs[i + 1]; None if packs are cut.
+    - ``moved``: for padded rows, the index of each real token in the packs, and in the forward packs.
     """
 
     packs: Sequence[Pack]
@@ -191,6 +256,7 @@ class _Cut:
     widths: I64
     parts: int
     of_packs: I64 | None = None
+    moved: tuple[I64, I64] | None = None
 
     @property
     def paths(self) -> ForwardPaths | None:
@@ -204,9 +270,14 @@ class _Cut:
 
         The value ``pad`` fills tail padding.
         """
+        if self.moved is not None:
+            joined = np.concatenate(arrays)
+            row = np.full((int(self.ends[-1]), *joined.shape[1:]), pad, joined.dtype)
+            row[self.moved[1]] = joined[self.moved[0]]
+            return np.split(row, self.ends[1:-1])
         held = [int(pack.cu_seqlens_padded[pack.num_samples]) // parts for pack in self.packs]  # all but tails
         joined = np.concatenate([array[:size] for array, size in zip(arrays, held, strict=True)])
-        spans, rows = pairwise((self.ends // parts).tolist()), []
+        spans, rows = pairwise((self.ends // parts).tolist()), list[NDArray[Any]]()
         for (begin, end), width in zip(spans, (self.widths // parts).tolist(), strict=True):
             row = np.full((width, *joined.shape[1:]), pad, joined.dtype)
             row[: end - begin] = joined[begin:end]
@@ -241,12 +312,12 @@ class _Cut:
         return counts
 
 
-def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
-    """Build the forward packs of a plan, as canonical packs."""
+def _forward_packs(plan: _Cut, rules: Rules, aligns: int | I64) -> list[Pack]:
+    """Build the forward packs of a plan, as canonical packs; their samples are padded to multiples of ``aligns``."""
     packs, widths, parts = plan.packs, plan.widths, plan.parts
     first = packs[0]
     lengths = np.concatenate([np.diff(pack.cu_seqlens)[: pack.num_samples] for pack in packs]).astype(np.int64)
-    laid = layouts(lengths, np.diff(plan.bounds), rules.align.sample, widths)
+    laid = layouts(lengths, np.diff(plan.bounds), aligns, widths)
     mine = cut(laid, first.cp, first.cp_rank, first.layout)
     tokens = _sums(widths // parts).tolist()
     positions, padding_mask = np.empty(tokens[-1], np.int64), np.empty(tokens[-1], np.bool_)

@@ -87,7 +87,9 @@ class Step(Generic[BatchT]):
             raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
         self.reporting(self, values, reduce)
 
-    def regroup(self, budget: SupportsIndex, *, min_packs: SupportsIndex = 1) -> ForwardPacks[BatchT]:
+    def regroup(
+        self, budget: SupportsIndex, *, min_packs: SupportsIndex = 1, round: SupportsIndex | None = None
+    ) -> ForwardPacks[BatchT]:
         """Return this rank's samples of the step in packs of another budget, for passes without gradients.
 
         Such a forward pass (log-probs, rewards) keeps no activations, so it can take larger packs. The samples keep
@@ -95,18 +97,23 @@ class Step(Generic[BatchT]):
         ``num_loss_tokens`` is -1 if it holds a part of a pack whose labels other ranks hold, too. For
         ``Client.state_dict``, the call takes no micro-batch.
 
+        Padded micro-batches become padded micro-batches with as many rows as the budget holds. Every rank has the same
+        number of the same shapes, with any budget.
+
         Args:
             budget: Tokens of a forward pack. With the run's budget or more, M micro-batches become ceil(M / (budget //
                 run's budget)) packs, the same number on every rank. With less, each rank has its own number of packs.
             min_packs: Least number of forward packs; empty ones are added. Ranks that run collectives together pass
-                the largest number that any of them has.
+                the largest number that any of them has. Padded ones are split before empty ones are added.
+            round: The length of padded rows is a multiple of this, by default of ``align.pack``.
 
         Returns:
             The forward packs, in the step's format. Their ``tokens_back`` maps results back to the micro-batches.
 
         Raises:
-            UserError: The budget does not hold every sample, or micro-batches are padded. Or cp > 1 and the layout is
-                ``zigzag_pack`` or ``contiguous``: this rank would lack parts of joined packs.
+            UserError: The budget does not hold every sample. Or cp > 1 and the layout is ``zigzag_pack`` or
+                ``contiguous``, or ``zigzag`` of padded rows: this rank would lack parts of joined packs. Or ``round``
+                is not a multiple of ``align.pack``, or micro-batches are packs.
 
         Example:
             >>> forward = step.regroup(budget=32768)  # doctest: +SKIP
@@ -115,7 +122,7 @@ class Step(Generic[BatchT]):
         if self.regrouping is None:
             raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
         packs = tuple(self.regrouping.read(batch) for batch in uncounted(self.packs))
-        return self.regrouping.regroup(packs, budget, min_packs)
+        return self.regrouping.regroup(packs, budget, min_packs, round)
 
     @property
     def budget(self) -> int:

@@ -176,6 +176,8 @@ def test_a_step_that_cannot_be_regrouped_is_refused_with_its_cause() -> None:
     for budget, min_packs, said in ((0, 1, "budget=0,"), ("8", 1, "budget='8',"), (8, 0, "min_packs=0,")):
         with pytest.raises(UserError, match=f"got {said} expected a whole number of at least 1"):
             step.regroup(budget, min_packs=min_packs)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"got round=2 for a step of packs, expected none, because packs keep"):
+        step.regroup(16, round=2)
     (idle,) = steps_of(replace(GOLDEN, packs=[[], []]))  # a rank that has no sample
     for each in (step, idle):
         with pytest.raises(UserError, match=r"got budget=1, expected at least 2, the value of align\.pack"):

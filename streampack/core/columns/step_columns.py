@@ -37,10 +37,13 @@ class OptionalColumns(OfFeed, frozen=True, kw_only=True):
 
     Attributes:
         shared_u32: [n], tokens that each sample shares with the sample before it; absent without trees.
+        longest_u32: [n], tokens of the longest sample over all ranks at each sample's place; absent unless rules are
+            ``padded``.
         media: Columns of the samples' media; absent if the run has no fields for them.
     """
 
     shared_u32: bytes | UnsetType = UNSET
+    longest_u32: bytes | UnsetType = UNSET
     media: MediaColumns | UnsetType = UNSET
 
 
@@ -64,7 +67,7 @@ BY_RULES: Mapping[str, ByRules] = {
 }
 """Columns of samples that only some runs have, by name."""
 SAMPLE_BYTES: Mapping[str, int] = {
-    "lengths_u32": 4, "streams_u32": 4, "indices_u64": 8, "parts_u32": 4,
+    "lengths_u32": 4, "streams_u32": 4, "indices_u64": 8, "parts_u32": 4, "longest_u32": 4,
     **{name: 4 for name in BY_RULES if name not in STEP_COLUMNS},
 }  # fmt: skip
 """Bytes of a sample in each column that has a value for each sample, except those of media."""

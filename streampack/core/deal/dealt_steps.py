@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.columns.step_columns import StepColumns, columns_by_rules, cut, joined
 from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
@@ -137,12 +138,16 @@ class StepDealer(ABC):
         }  # fmt: skip
         if rules.shape != "fixed":
             columns["widths_u32"] = _u32(widths)
-        columns |= self._own_columns(aligns) | columns_by_rules(rules, table, handles)
+        columns |= self._own_columns(aligns, lengths, bounds[:: len(dealt)]) | columns_by_rules(rules, table, handles)
         contents = Contents(handles, counts, widths, aligns, depths_of(rules, table, handles))
         return DealtStep((mesh.dp, mesh.pp), len(dealt), bounds.tolist(), contents, columns)
 
-    def _own_columns(self, aligns: I64) -> dict[str, bytes]:
-        """Return the columns that only this dealer's packs have; ``aligns`` int64 [packs]."""
+    def _own_columns(self, aligns: I64, lengths: NDArray[np.uint32], of_ranks: I64) -> dict[str, bytes]:
+        """Return the columns that only this dealer's packs have.
+
+        ``aligns`` int64 [packs]. ``lengths`` uint32 [samples]: rank r has those from ``of_ranks[r]`` to
+        ``of_ranks[r + 1]``.
+        """
         return {}
 
     def _portions(self, handles: I64, packs: list[I64]) -> Portions:
@@ -208,8 +213,13 @@ class PaddedDealer(StepDealer):
             self.figures.deliver(packs.tokens, wasted)
         return _Placed(packs, dealt, widths, made.widths)
 
-    def _own_columns(self, aligns: I64) -> dict[str, bytes]:
-        return {"rows_u32": _u32(aligns)}
+    def _own_columns(self, aligns: I64, lengths: NDArray[np.uint32], of_ranks: I64) -> dict[str, bytes]:
+        of_rank = np.split(lengths, of_ranks[1:-1])
+        longest = np.zeros(int(np.diff(of_ranks).max()), "<u4")  # of each place
+        for own in of_rank:
+            np.maximum(longest[: len(own)], own, out=longest[: len(own)])
+        of_samples = np.concatenate([longest[: len(own)] for own in of_rank])
+        return {"rows_u32": _u32(aligns), "longest_u32": of_samples.tobytes()}
 
 
 def dealer_of(rules: Rules, table: SampleTable, figures: DealtFigures) -> StepDealer:

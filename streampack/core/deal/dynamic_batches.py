@@ -138,15 +138,31 @@ def padded_batches(
     places = np.full((rows, dp), -1, np.int64)
     places.ravel()[: len(real)] = np.argsort(real, kind="stable")
     longest = np.append(padded, 0)[places].max(axis=1).tolist()
+    stops, shapes = cut_places(longest, budget, length_round, min_micro_batches, multiple)
+    places = np.concatenate([places, np.full((int(stops[-1]) - rows, dp), -1, np.int64)])
+    actual = dp * int((shapes * np.diff(stops)).sum())
+    return PaddedBatches(places, stops, shapes, PaddedFigures(int(real.sum()), len(real) * width, actual))
+
+
+def cut_places(longest: list[int], budget: int, length_round: int, least: int, multiple: int = 1) -> tuple[I64, I64]:
+    """Cut places into micro-batches of at most ``budget`` tokens: a multiple of ``multiple``, and at least ``least``.
+
+    Args:
+        longest: The padded length of each place over all ranks, rising, in multiples of ``length_round``.
+        budget: The most tokens in a micro-batch of one rank.
+        length_round: The length of the one row of an empty micro-batch, which makes up the number.
+        least: The fewest micro-batches.
+        multiple: The number of micro-batches is a multiple of this.
+
+    Returns:
+        The bounds of the micro-batches, int64 [m + 1], and the length of their rows, int64 [m].
+    """
     bounds = _bounds(longest, budget)
-    count = round_up(max(len(bounds) - 1, min_micro_batches), multiple)
+    count = round_up(max(len(bounds) - 1, least), multiple)
     _split(bounds, longest, count)
     empty = count + 1 - len(bounds)
     shapes = np.array([*(longest[stop - 1] for stop in bounds[1:]), *[length_round] * empty], np.int64)
-    stops = np.array([*bounds, *range(rows + 1, rows + empty + 1)], np.int64)
-    places = np.concatenate([places, np.full((empty, dp), -1, np.int64)])
-    actual = dp * int((shapes * np.diff(stops)).sum())
-    return PaddedBatches(places, stops, shapes, PaddedFigures(int(real.sum()), len(real) * width, actual))
+    return np.array([*bounds, *range(len(longest) + 1, len(longest) + empty + 1)], np.int64), shapes
 
 
 def _bounds(longest: list[int], budget: int) -> list[int]:

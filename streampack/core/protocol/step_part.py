@@ -129,3 +129,22 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
                 f"of {rows.tolist()[:8]} tokens, expected one row per sample and at most one extra row"
             )
         return rows
+
+    def longest(self, rules: Rules) -> I64 | None:
+        """Return the tokens of the longest sample at each sample's place over all ranks, int64 [n].
+
+        Return None unless the rules are ``padded``. Raise ValueError for tokens that rows cannot have.
+        """
+        if not rules.padded:
+            return None
+        column, counts = self.longest_u32 or b"", np.frombuffer(self.counts_u32, "<u4")
+        if len(column) != len(self.lengths_u32):
+            raise ValueError(f"got {len(column)} bytes of longest samples, expected {len(self.lengths_u32)}")
+        longest = np.frombuffer(column, "<u4").astype(np.int64)
+        lengths, rows = np.frombuffer(self.lengths_u32, "<u4"), np.repeat(self.aligns(rules), counts)
+        if (longest < lengths).any() or (longest > rows).any():
+            raise ValueError(
+                f"got longest samples of {longest.tolist()[:8]} tokens, expected at least those of this rank, "
+                f"{lengths.tolist()[:8]}, and at most those of the rows, {rows.tolist()[:8]}"
+            )
+        return longest

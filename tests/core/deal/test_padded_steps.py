@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.broker.arena import Arena
 
 import streampack
 from streampack.config.config_files import read_broker
+from streampack.core.deal.dynamic_batches import padded_batches
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
@@ -253,6 +255,13 @@ def test_rows_that_cannot_be_are_not_believed(rows_of: tuple[int, ...]) -> None:
         padded_part(rows_u32=u32(*rows_of)).aligns(rules_of(8))
 
 
+@pytest.mark.parametrize("longest", [(), (1, 3, 6), (1, 3, 6, 0, 7), (2, 6, 8, 9)])
+def test_longest_samples_that_cannot_be_are_not_believed(longest: tuple[int, ...]) -> None:
+    """None; too few; too many; longer than the row."""
+    with pytest.raises(ValueError, match=r"longest samples"):
+        padded_part(longest_u32=u32(*longest)).longest(rules_of(8))
+
+
 def test_a_trainer_refuses_a_padded_micro_batch_that_is_damaged() -> None:
     formed = Formed(rules_of(8), ROLL)
     envelopes = formed.parts(0, Mesh(dp=2))
@@ -348,6 +357,83 @@ def test_a_feed_has_the_formats_of_its_kind() -> None:
         rows(first_of(Formed(padded, ROLL)), packed)
 
 
+# Under another budget
+
+
+@given(served().filter(lambda drawn: drawn[0].layout == "whole" or drawn[2] == 1), st.data())
+def test_regrouped_rows_are_those_that_the_same_samples_have_under_that_budget(
+    drawn: tuple[Formed, int, int, int], data: st.DataObject
+) -> None:
+    formed, dp, cp, pp = drawn
+    round = formed.rules.align.pack * data.draw(st.integers(1, 3), "round")
+    budget = -(-max(formed.lengths) // round) * round + data.draw(st.integers(0, 60), "more")
+    least = data.draw(st.integers(1, 6), "least")
+    plan = padded_batches(formed.lengths, budget, dp, length_round=round, min_micro_batches=least)
+    expected = list(zip(np.diff(plan.bounds).tolist(), plan.lengths.tolist(), strict=True))
+    assert len(expected) >= least
+    for (rank, _), step in formed.ranks(0, dp, cp, pp).items():
+        forward = step.regroup(budget, min_packs=least, round=round)
+        found = [rows(pack, formed.rules) for pack in forward]
+        assert [each["attention_mask"].shape for each in found] == expected, "the same on all ranks"
+        assert all(num_rows * width <= budget for num_rows, width in expected)
+        places = [place[place >= 0].tolist() for place in np.split(plan.places[:, rank], plan.bounds[1:-1])]
+        assert [samples_of(pack) for pack in forward] == places
+        for pack, each in zip(forward, found, strict=True):
+            for row, sample in zip(each["input_ids"], samples_of(pack), strict=False):
+                assert row[: formed.lengths[sample]].tolist() == formed.tokens(sample).tolist()
+                assert not row[formed.lengths[sample] :].any()
+        assert forward[0].num_micro_batches == len(forward)
+        assert sum(pack.num_loss_tokens for pack in forward) == sum(pack.num_loss_tokens for pack in step)
+
+
+@given(served().filter(lambda drawn: drawn[0].layout == "whole" or drawn[2] == 1), st.integers(1, 6), st.booleans())
+def test_the_way_back_from_regrouped_rows_is_the_identity(
+    drawn: tuple[Formed, int, int, int], times: int, is_torch: bool
+) -> None:
+    formed, dp, cp, pp = drawn
+    kind: Any = torch.from_numpy if is_torch else np.asarray
+    for step in formed.ranks(0, dp, cp, pp).values():
+        forward = step.regroup(times * formed.rules.budget)
+        of_rows = forward.tokens_back([kind(rows(pack, formed.rules)["labels"] + 200) for pack in forward])
+        flat = forward.tokens_back({pack: kind(np.stack([pack.input_ids + 1] * 3, axis=1)) for pack in forward})
+        ids = forward.samples_back([pack.sample_ids for pack in forward])
+        for pack, labels, inputs, of_samples in zip(step, of_rows, flat, ids, strict=True):
+            real = ~pack.padding_mask
+            assert np.array_equal(
+                labels, rows(replace(pack, labels=(pack.labels + 200) * real), formed.rules)["labels"]
+            )
+            assert np.array_equal(inputs[:, 2], (pack.input_ids + 1) * real)
+            assert np.array_equal(of_samples, pack.sample_ids)
+
+
+@pytest.mark.parametrize("format", ["thd", "padded", "hf", "hf_shifted"])
+def test_regrouped_rows_are_of_the_format_of_their_step_and_pass_its_check(format: str) -> None:
+    formed = Formed(rules_of(8), ROLL)
+    for rank in range(2):
+        step = Views(format, Mesh(dp=2)).make(formed.built(0, Mesh(dp=2, dp_rank=rank)), formed.rules)
+        forward = step.regroup(24)
+        assert [tuple(batch["input_ids"].shape) for batch in forward] == [(3, 8), (1, 8)]
+        for batch in forward:
+            streampack.verify(batch)
+        back = forward.tokens_back({batch: batch["input_ids"] for batch in forward})
+        assert [row.tolist() for row in back] == [batch["input_ids"].tolist() for batch in step]
+
+
+def test_rows_that_cannot_be_regrouped_are_refused_with_their_cause() -> None:
+    step = Formed(rules_of(8), ROLL).built(0, Mesh(dp=2))
+    with pytest.raises(UserError, match=r"got budget=7, expected at least 8, the tokens of this step's longest row"):
+        step.regroup(7)
+    with pytest.raises(UserError, match=r"got budget=14, expected at least 16"):
+        step.regroup(14, round=16)
+    with pytest.raises(UserError, match=r"got round=3, expected a multiple of 2, the value of align\.pack"):
+        step.regroup(64, round=3)
+    with pytest.raises(UserError, match=r"got values of shape \[4\] for forward pack 0, expected \[32, ...\]"):
+        step.regroup(64).tokens_back([np.zeros(4)])
+    zigzag = Formed(rules_of(8, budget=16, align=4), ROLL).built(0, Mesh(cp=2))
+    with pytest.raises(UserError, match=r"`cp_layout: zigzag` and cp=2 to regroup, expected whole"):
+        zigzag.regroup(64)
+
+
 # What cannot be
 
 
@@ -395,11 +481,6 @@ def test_ranks_without_a_sample_get_a_row_of_padding_or_all_stop() -> None:
     assert "got a batch of 3 samples for dp=2 with 2 micro-batches per rank, expected at least 4" in formed.kept.unfit(
         0, Mesh(dp=2)
     )
-
-
-def test_padded_steps_are_not_regrouped() -> None:
-    with pytest.raises(UserError, match=r"got a step of padded micro-batches to regroup, expected a step of packs"):
-        Formed(rules_of(8), ROLL).built(0, Mesh()).regroup(64)
 
 
 def test_a_broker_yaml_asks_for_it_with_one_key(tmp_path: Any) -> None:
