@@ -5,6 +5,7 @@ A block that cannot run has ``<!-- not run: REASON -->`` in the line before it.
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from dataclasses import dataclass
@@ -17,6 +18,17 @@ _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$",
     re.MULTILINE | re.DOTALL,
 )
+
+
+NAMED = re.compile(r"`(test_\w+\.py)(?:::(test_\w+))?`")
+"""A test that a page names: its file, and its name."""
+
+
+@functools.cache
+def names_in(file: str) -> set[str]:
+    """Return the names of the tests in files of this name."""
+    texts = [path.read_text() for path in (ROOT / "tests").rglob(file)]
+    return {name for text in texts for name in re.findall(r"^ *def (test_\w+)\(", text, re.MULTILINE)}
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT
+from tests.docs.pages import NAMED, PAGES, ROOT, names_in
 
 SECURITY = [ROOT / "SECURITY.md", ROOT / "docs/concepts/security.md"]
-NAMED = re.compile(r"`(test_\w+\.py)(?:::(test_\w+))?`")
-
-
-@functools.cache
-def names_in(file: str) -> set[str]:
-    """Return the names of the tests in files of this name."""
-    texts = [path.read_text() for path in (ROOT / "tests").rglob(file)]
-    return {name for text in texts for name in re.findall(r"^ *def (test_\w+)\(", text, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("page", SECURITY, ids=lambda page: page.name)
