@@ -5,8 +5,6 @@ All errors that are known before a broker starts are raised here, except those t
 
 from __future__ import annotations
 
-from msgspec import UNSET
-
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import parse_size
 from streampack.core.deal.mesh_validation import batch_refusal, mesh_refusal
@@ -145,17 +143,12 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
 
 
 def _check_stages(config: BrokerConfig, feed: str, rules: Rules) -> None:
-    """Raise ConfigError for a stage that no planned mesh can read, or whose rules need a pushed stream."""
+    """Raise ConfigError for a stage that no planned mesh can read."""
     mesh, layout = config.planned_mesh, config.feeds[feed].cp_layout
     for settings, stage, after in zip(config.stages_of(feed), rules.stages, rules_of_stages(rules)[1:], strict=True):
         path, mesh = f"stages.{stage.name}", settings.planned_mesh or mesh
         if config.feeds[feed].stages is not None:
             path = f"feeds.{feed}.{path}"
-        if stage.rules.max_policy_lag is not UNSET and not any(stream.pushed for stream in rules.streams):
-            raise ConfigError(
-                f"{path}.rules.staleness.max_policy_lag: got {stage.rules.max_policy_lag} without a pushed stream, "
-                "expected no such key, because only pushed samples have a policy version"
-            )
         if refusal := mesh_refusal(Mesh(dp=mesh.dp, cp=mesh.cp), after, layout):
             raise ConfigError(
                 f"{path}: no planned mesh can read this stage: {refusal}. If trainers read the stage on another mesh, "

@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
 from streampack.config.alignment import AlignSettings, Precision, derived_align
-from streampack.config.rules_settings import PlannedMesh, RulesSettings, StalenessSettings, StepSettings
+from streampack.config.rules_settings import PlannedMesh, RulesSettings, StepSettings
 from streampack.config.typed_yaml import overlaid, parse_amount
 from streampack.core.model.bounded import Name
 from streampack.core.model.keys.key_groups import Keys
@@ -87,7 +87,6 @@ else:
             "align": _changing("StageAlign", AlignSettings),
             "balance": _changing("StageBalance", Balance),
             "limits": _changing("StageLimits", MediaLimits) | None,
-            "staleness": _changing("StageStaleness", StalenessSettings, ("max_policy_lag",)),
         },
         stay=(*RunKeys.__struct_fields__, "fields", "streams"),
     )  # fmt: skip
@@ -169,7 +168,6 @@ def resolved(stage: StageSettings, rules: Rules, terms: MeshTerms) -> Stage:
     keys = {key: tree[key] for key in ("packer", "max_samples_per_pack", "tail", "overlong") if key in tree}
     if "window" in tree:
         keys["window"] = tree["window"] if tree["window"] == "auto" else tree["window"]["samples"]
-    keys |= tree.get("staleness", {})
     if "limits" in tree:
         keys["limits"] = tree["limits"] and _laid("limits", rules.limits or MediaLimits(), tree["limits"])
     if "align" in tree or stage.planned_mesh is not None:
@@ -316,8 +314,6 @@ def written(stage: Stage) -> dict[str, Any]:
             rules[key] = {"from": ramp.init, "to": rules[key], "over": ramp.steps}
     if "packs" in rules:
         rules["step"] = {"packs": rules.pop("packs")}
-    if "max_policy_lag" in rules:
-        rules["staleness"] = {"max_policy_lag": rules.pop("max_policy_lag")}
     if isinstance(rules.get("window"), int):
         rules["window"] = {"samples": rules["window"]}
     for key, value in rules.items():

@@ -98,8 +98,8 @@ feeds:
     [
         ("at: {step: 1}, rules: {tail: drop}", "stages[0]: got no key 'name', which is required. Write, for example,"),
         ("name: a, rules: {tail: drop}", "stages.a: got no key 'at', which is required. Write, for example, `at: {s"),
-        ("name: a, at: {}, rules: {tail: drop}", "stages.a: got a begin of a stage without one of the keys step and"),
-        ("name: a, at: {step: 1, tokens: 1}, rules: {tail: drop}", "stages.a: got a begin of a stage without one of"),
+        ("name: a, at: {}, rules: {tail: drop}", "stages.a: got a begin of a stage with neither of the keys step and"),
+        ("name: a, at: {step: 1, tokens: 1}, rules: {tail: drop}", "stages.a: got a begin of a stage with both of"),
         ("name: a, at: {tokens: 2X}, rules: {tail: drop}", "stages.a.at.tokens: got '2X', expected a whole number, or"),
         ("name: a, at: {step: 1}", "stages.a: got a stage that changes nothing, expected the key rules, weights or"),
         ("name: a, at: {step: 1}, over: 4, rules: {tail: drop}", "stages.a: got `over: 4` without `weights`, expected"),
@@ -122,7 +122,7 @@ feeds:
         ("name: a, at: {step: 1}, rules: {align: {lcm: 4}}",
          "stages.a.rules.align: got `lcm: 4` without `planned_mesh`, expected a planned mesh in the stage"),
         ("name: a, at: {step: 1}, rules: {staleness: {max_policy_lag: 1}}",
-         "stages.a.rules.staleness.max_policy_lag: got 1 without a pushed stream"),
+         "stages.a.rules: got the unknown key 'staleness', expected"),
         # the mixture
         ("name: a, at: {step: 1}, weights: {web: x}", "stages.a.weights.web: got 'x', expected a number"),
         ("name: a, at: {step: 1}, weights: {math: 1, web: -1}", "stages.a.weights.web: got -1, expected a number >= 0"),

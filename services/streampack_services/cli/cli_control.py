@@ -74,7 +74,7 @@ def weights(
     """
     body = {"weights": dict(_share(share) for share in shares), "at_step": at_step}
     answer = post_change("/control/weights", body, feed, note, Target(endpoint, config, yes, timeout))
-    print_answer(answer, f"{' '.join(shares)} from step {answer['step']} on", as_json)
+    print_answer(answer, f"{' '.join(shares)} {begins(answer)}", as_json)
 
 
 def streams(
@@ -112,7 +112,7 @@ def streams(
     body = {"add": added, "remove": removed, "at_step": at_step}
     answer = post_change("/control/streams", body, feed, note, Target(endpoint, config, yes, timeout))
     changes = " ".join([*(f"+{name}" for name in added), *(f"-{name}" for name in removed)])
-    print_answer(answer, f"{changes} from step {answer['step']} on", as_json)
+    print_answer(answer, f"{changes} {begins(answer)}", as_json)
 
 
 def skip(
@@ -225,6 +225,13 @@ def _confirm(doubts: list[str], run: str) -> None:
         raise UserError("You declined. Nothing was changed.")
 
 
+def begins(answer: dict[str, Any]) -> str:
+    """Return the begin and the number of a change as text, from the broker's answer."""
+    step = answer["step"]
+    begin = f"after {answer['tokens']:,} tokens in steps" if step is None else f"from step {step} on"
+    return f"{begin} (change {answer['id']})" if "id" in answer else begin
+
+
 def print_answer(answer: dict[str, Any], text: str, as_json: bool) -> None:
-    """Print the broker's answer ``found`` as JSON, or the text ``said`` with the names of run and feed."""
+    """Print the broker's answer as JSON, or ``text`` with the names of the run and the feed."""
     print(json.dumps(answer) if as_json else f"run {answer['run']}, feed {answer['feed']}: {text}")

@@ -18,6 +18,7 @@ from streampack_services.cli.cli_control import (
     Note,
     Target,
     Yes,
+    begins,
     post_change,
     print_answer,
     streams,
@@ -123,7 +124,7 @@ def stage(
     _check_stage(keys, "stdin" if file == "-" else file)
     answer = post_change("/control/stage", keys, feed, note, Target(endpoint, config, yes, timeout))
     name = f"stage {keys['name']}" if keys.get("name") else "stage"
-    print_answer(answer, f"{name}, {_begins(answer)}", as_json)
+    print_answer(answer, f"{name}, {begins(answer)}", as_json)
 
 
 @settings.command(cls=Command)
@@ -155,7 +156,7 @@ def rules(
     _check_stage({"rules": keys}, "KEY=VALUE")
     body = {"rules": keys, "at_step": at_step}
     answer = post_change("/control/rules", body, feed, note, Target(endpoint, config, yes, timeout))
-    print_answer(answer, f"{' '.join(values)}, {_begins(answer)}", as_json)
+    print_answer(answer, f"{' '.join(values)}, {begins(answer)}", as_json)
 
 
 def _stage_tree(file: str) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def _stage_tree(file: str) -> dict[str, Any]:
     return keys
 
 
-_SHORT = {"packs": "step.packs", "max_policy_lag": "staleness.max_policy_lag"}
+_SHORT = {"packs": "step.packs"}
 """Keys of ``set rules`` that stand for longer ones."""
 
 
@@ -212,13 +213,6 @@ def _check_stage(keys: dict[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _begins(answer: dict[str, Any]) -> str:
-    """Return the begin and the number of a change as text, from the broker's answer."""
-    step = answer["step"]
-    begin = f"after {answer['tokens']:,} tokens in steps" if step is None else f"from step {step} on"
-    return f"{begin} (change {answer['id']})" if "id" in answer else begin
-
-
 def _list_changes(feed: str | None, target: Target, as_json: bool) -> None:
     """Print the changes of the feeds of a run."""
     from streampack_services.http import http_client
@@ -239,12 +233,8 @@ def _list_changes(feed: str | None, target: Target, as_json: bool) -> None:
 def show_changes(changes: dict[str, Any]) -> None:
     """Print the changes of a feed, as ``/status`` has them, as a table."""
     past = changes.get("past", [])
-    states = [*["before"] * (len(past) - 1), "in force"]
     rows = [("id", "change", "begins at", "state")]
-    rows += [
-        (_number(change), change["name"], f"step {change['step']:,}", state)
-        for change, state in zip(past, states, strict=False)
-    ]
+    rows += [(_number(change), change["name"], f"step {change['step']:,}", "begun") for change in past]
     for change in changes.get("coming", []):
         begin = f"step {change['step']:,}" if change["step"] is not None else f"{change['tokens']:,} tokens"
         if change["estimated_step"] is not None:

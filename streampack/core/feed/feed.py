@@ -250,9 +250,20 @@ class Feed:
             effects += [*self._recorder.record_tail(self.next_step, dropped), Release(dropped)]
         if self.planner.ended:
             end = self.next_step, self.planner.former.chain
-            effects += self._recorder.record_end(*end)
+            effects += [*self._recorder.record_end(*end), *self._never_begun()]
             self._outbox.put(end)
         return effects
+
+    def _never_begun(self) -> list[Effect]:
+        """Return a warning for changes that the feed ended before, and for streams that pause at its end."""
+        waits = [f"change {change.id} ({change.name}) at {change.at}" for change in self.history.pending]
+        paused = [stream.name for stream in self.planner.live.current.streams if stream.weight and stream.paused]
+        texts = [f"before {', '.join(waits)}"] if waits else []
+        texts += [f"while {', '.join(paused)} paused, so the other samples of it are in no step"] if paused else []
+        if not texts:
+            return []
+        text = f"feed {self.name!r} has ended after {self.next_step:,} steps {', and '.join(texts)}"
+        return [Report("warning", text, feed=self.name, step=self.next_step)]
 
     # Going to a step
 
@@ -456,13 +467,13 @@ class Feed:
         begin = f"after {change.at} in steps" if change.at.step is None else f"from {change.at} on"
         text = f"feed {self.name!r} changes {begin}: {note}"
         report = Report("info", text, feed=self.name, step=change.at.step)
-        return [report, *effects, *self.advance()], change
+        return [report, *effects], change
 
     def cancel(self, number: int, note: str) -> list[Effect]:
         """Cancel the waiting change with this number. Raises ValueError if none waits."""
         text = f"feed {self.name!r} cancels change {number}" + (f": {note}" if note else "")
         effects = self.planner.live.cancel(number, note)
-        return [Report("info", text, feed=self.name), *effects, *self.advance()]
+        return [Report("info", text, feed=self.name), *effects]
 
     def skip(self, first: int, last: int, note: str = "") -> list[Effect]:
         """Skip steps ``first`` to ``last``; raise ValueError for steps that a rank may have had.

@@ -131,11 +131,11 @@ class LiveRules:
         """True if a change waits for a number of tokens."""
         return any(each.at.tokens is not None for each in self._history.pending)
 
-    def is_due(self, next_step: int, tokens: int) -> bool:
-        """Return True if step ``next_step``, after ``tokens`` tokens in steps, must wait for a change of the rules."""
+    def is_due(self, next_step: int, tokens: int, has_begun: bool) -> bool:
+        """Return True if step ``next_step`` must wait for a change of the rules; arguments as for ``apply``."""
         if self.ramps(next_step) or self.is_placed(next_step):
             return True
-        return self.applied == len(self._history.changes) and bool(self._due(next_step, tokens))
+        return self.applied == len(self._history.changes) and bool(self._due(next_step, tokens, has_begun))
 
     def is_placed(self, next_step: int) -> bool:
         """Return True if a change for ``next_step`` or before has its place, up to which the merge must read."""
@@ -144,17 +144,18 @@ class LiveRules:
             return False
         return changes[self.applied].merged is not UNSET and changes[self.applied].step <= next_step
 
-    def _due(self, next_step: int, tokens: int) -> list[Scheduled]:
+    def _due(self, next_step: int, tokens: int, has_begun: bool) -> list[Scheduled]:
         """Return the changes without a place that may take effect at ``next_step``. Stages of the rules begin in order.
 
-        A step that is recorded was formed before the change had its place. It must be formed again in the same way, so
-        the change holds from a later step on.
+        No stage begins within a step. A step that is recorded was formed before the change had its place. It must be
+        formed again in the same way, so the change holds from a later step on.
         """
         if next_step < self._history.num_steps:
             return []
         due, stages, waits = list[Scheduled](), len(self._history.rules.stages), False
         for each in self._history.pending:
             comes = next_step >= each.at.step if each.at.step is not None else tokens >= (each.at.tokens or 0)
+            comes = comes and not (has_begun and isinstance(each.ask, Stage))
             waits = waits or (each.id < stages and not comes)
             due += [each] if comes and not (waits and each.id < stages) else []
         return due
@@ -315,12 +316,15 @@ class LiveRules:
                 if change.merged is not UNSET and budget != change.rules.budget
             ]
 
-    def apply(self, next_step: int, tokens: int, in_group: bool, is_ready: bool) -> tuple[list[Effect], bool]:
+    def apply(
+        self, next_step: int, tokens: int, has_begun: bool, in_group: bool, is_ready: bool
+    ) -> tuple[list[Effect], bool]:
         """Apply the changes that are due to the merge; record the place of each the first time that it is applied.
 
         Args:
             next_step: The step that is about to be formed.
             tokens: Tokens in the steps before it.
+            has_begun: True if packs of the step are chosen, or are being chosen.
             in_group: True if more samples of the last merged sample's group are still to be merged.
             is_ready: True if all samples are merged that the step may wait for.
 
@@ -339,14 +343,14 @@ class LiveRules:
                 break
             effects += self._follow(change, next_step)
         if self.applied == len(history.changes) and not in_group:
-            effects += self._apply_due(next_step, tokens, is_ready)
+            effects += self._apply_due(next_step, tokens, has_begun, is_ready)
         return effects, self.current is not before and _cuts_anew(before, self.current)
 
-    def _apply_due(self, next_step: int, tokens: int, is_ready: bool) -> list[Effect]:
+    def _apply_due(self, next_step: int, tokens: int, has_begun: bool, is_ready: bool) -> list[Effect]:
         """Apply the changes that are due, in the order in which they were asked for, and record their places."""
         effects: list[Effect] = []
         merge, history = self._merge.current, self._history
-        for due in self._due(next_step, tokens):
+        for due in self._due(next_step, tokens, has_begun):
             if not is_ready and due.id < len(history.rules.stages):
                 break
             try:
@@ -383,7 +387,15 @@ class LiveRules:
         """Return the rules now, and after each of the changes that wait, in the order of their steps."""
         every = [self.after(len(self._history.changes))]
         for change in sorted(pending, key=_order):
-            every.append(self._with(every[-1], change.ask, change.at.step or 0, streams))
+            try:
+                every.append(self._with(every[-1], change.ask, change.at.step or 0, streams))
+            except ValueError as error:
+                if change.id == self._history.next_id:  # the change that is asked for
+                    raise
+                raise ValueError(
+                    f"change {change.id} ({change.name}), which begins at {change.at}, would not be possible then: "
+                    f"{error}. Cancel it first with 'streampack set --cancel {change.id}'"
+                ) from None
         return every
 
     def _with(self, rules: Rules, ask: Difference, step: int, streams: Sequence[StreamRules]) -> Rules:

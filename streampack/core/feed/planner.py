@@ -120,7 +120,7 @@ class Planner:
         """Note that one of the samples that were merged is longer than the budget of its stage."""
         budget, table = self.live.current.budget, self._table
         first = handles[np.flatnonzero(lengths > budget)[0]]
-        stream = self._rules.streams[int(table.stream[first])].name
+        stream = self.live.current.streams[int(table.stream[first])].name
         self.overlong = (
             f"sample {stream}:{int(table.index[first])}: got {int(table.length[first])} tokens before the stage whose "
             f"budget holds them begins, expected at most {budget} tokens (`rules.budget`). Set `overlong` in `rules` "
@@ -143,7 +143,7 @@ class Planner:
         former.strict = live.is_strict(former.next_step)
         applied = live.applied
         effects, is_cut_anew = live.apply(
-            former.next_step, self._tokens_in_steps, former.in_group, former.closed or self._is_ready
+            former.next_step, self._tokens_in_steps, self.has_begun, former.in_group, former.closed or self._is_ready
         )
         if live.applied > applied:
             former.hold_reach()
@@ -185,7 +185,7 @@ class Planner:
         """True if the next step waits for a change of the rules that is due."""
         if self.former.closed or not (self.live.waits or self.former.strict):
             return False
-        return self.live.is_due(self.former.next_step, self._tokens_in_steps)
+        return self.live.is_due(self.former.next_step, self._tokens_in_steps, self.has_begun)
 
     @property
     def _must_wait(self) -> bool:

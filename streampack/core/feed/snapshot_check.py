@@ -200,7 +200,7 @@ def _wrong_change(before: Rules, change: RulesChange) -> str:
                 f"no limit of passes or at least 1 pass"
             )
     try:
-        strides([stream.weight for stream in after.streams if stream.weight] or [0.0])
+        strides([stream.weight for stream in after.streams if stream.gives] or [0.0])
     except (ValueError, OverflowError) as error:
         return f"weights: {error}"
     return ""

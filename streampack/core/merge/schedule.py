@@ -157,7 +157,8 @@ class Merge(Queues):
                 f"got a weight for stream {back[0]}, expected 0, because the stream was removed. Add a new stream "
                 f"instead"
             )
-        strides([weight for weight in weights if weight] or list(weights))  # raises before anything changes
+        gives = [weight for number, weight in enumerate(weights) if weight and number not in paused]
+        strides(gives or list(weights))  # raises before anything changes
         dropped = self._restream(partitions, removed)
         self._set_strides(weights, stops, paused)
         self._rebase()

@@ -5,7 +5,8 @@ recorded with the merge's position at that step, and is never undone. Formed ste
 keeps its number, with weight 0, since sample ids contain it. The module knows rules, not how a feed applies them.
 
 A change is recorded as it was asked, as a difference. It becomes whole rules when it takes effect. So a change for an
-early step that is asked late does not undo others, and others do not undo it.
+early step that is asked late does not undo others, and others do not undo it. Only the ``align``, ``balance`` and
+``limits`` of a stage are whole values.
 """
 
 from __future__ import annotations
@@ -133,11 +134,19 @@ def _describe_stage(stage: Stage) -> str:
         if isinstance(ramp, Struct):
             texts.append(f"{key}={ramp.init} to {value} over {ramp.steps} steps")
         elif key not in ("warmup", "packs_ramp"):
-            texts.append(f"{key}={msgspec.json.encode(value).decode() if isinstance(value, Struct) else value}")
+            texts.append(f"{key}={_of_value(value) if isinstance(value, Struct) else value}")
     if stage.weights is not None:
         over = f" over {stage.over} steps" if stage.over else ""
         texts.append("weights " + _weights(stage.weights) + over)
     return "stage " + " ".join(texts)
+
+
+def _of_value(value: Struct) -> str:
+    """Return a value of several keys as text: its kind, and what is not the default; all keys if all are defaults."""
+    tree = msgspec.to_builtins(value)
+    kind = getattr(value, "kind", None)
+    tree = tree if kind is None else {"kind": kind} | tree
+    return msgspec.json.encode(tree or msgspec.structs.asdict(value)).decode()
 
 
 def _weights(weights: dict[str, float]) -> str:
@@ -158,7 +167,9 @@ def apply_change(rules: Rules, ask: Difference, step: int = 0) -> Rules:
         streams = _reweighed(rules, ask.weights)
     else:
         streams = _reweighed(rules, dict.fromkeys(ask.remove, 0.0)) + _check_added(rules, ask.add)
-    return _checked(msgspec.structs.replace(rules, streams=streams, weights_ramp=None, stages=()))
+    stays = isinstance(ask, Restream) or not any(ask.weights.values())  # streams that come or go end no ramp
+    ramp = rules.weights_ramp if stays else None
+    return _checked(msgspec.structs.replace(rules, streams=streams, weights_ramp=ramp, stages=()))
 
 
 def rules_of_stages(rules: Rules) -> list[Rules]:

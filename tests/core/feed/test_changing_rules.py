@@ -20,7 +20,7 @@ from streampack.core.journal.recorder import Recorder
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
-from streampack.core.model.rule_changes import Cancel, Reweigh, apply_change
+from streampack.core.model.rule_changes import Cancel, Restream, Reweigh, apply_change
 from streampack.core.model.rules import Batch, Rules, StreamRules
 from tests.simulation.seeds import of_seeds
 from tests.world.live import Live
@@ -248,6 +248,86 @@ def test_a_stage_begins_at_its_step_also_where_a_packer_chooses_several_steps_at
     packs = [len(record.counts_u32) // 4 for record in run.records() if isinstance(record, StepFormed)]
     assert packs == [2 if number < step else 3 for number in range(len(packs))]
     assert [(change.step, change.rules.packs) for change in run.changes()] == [(step, 3)]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("packer", ["exact_fill", "first_fit_decreasing"])
+def test_a_stage_that_becomes_due_within_a_step_begins_with_the_next(packer: str, is_slow: bool) -> None:
+    """It was asked for at tokens that are passed, or a cancellation made it due."""
+    early = (
+        Stage(name="a", at=StageBegin(step=30)),
+        Stage(name="b", at=StageBegin(tokens=10), rules=StageRules(packs=4)),
+    )
+    for seed in range(3):
+        for stages in ((), early):
+            run = live(staged("split", packer, 6, list(stages)), seed, is_slow)
+            run.read(3)
+            run.until(lambda run=run: run.feed.planner.has_begun)  # type: ignore[misc]
+            ask = Cancel(0) if stages else Stage(at=StageBegin(tokens=1), rules=StageRules(packs=5))
+            assert not run.ask(ask).refusal
+            run.read(run.had + 2)
+            run.go_back(2)
+            chains = run.finish()
+            assert chains == [step.chain for step in StagedPlan(run.rules, DATA, LONGEST, run.changes()).plan()]
+            assert not run.errors
+
+
+def test_a_stage_may_have_any_weights_beside_those_of_streams_that_pause() -> None:
+    rules = staged("split", "exact_fill", 6, [])
+    for over in (0, 4):
+        run = live(rules, 1)
+        for at, mixture in ((4, {"web": 5000.0}), (9, {"code": 9000.0, "math": 3.0}), (14, {"web": 2.0, "code": 1.0})):
+            assert not run.ask(Stage(at=StageBegin(step=at), weights=mixture, over=over)).refusal
+        run.read(6)
+        run.start_broker()
+        assert run.finish() == [step.chain for step in StagedPlan(rules, DATA, LONGEST, run.changes()).plan()]
+        assert not run.errors
+        assert [change.step for change in run.changes()] == [4, 9, 14]
+
+
+def test_a_stream_that_is_removed_does_not_end_a_change_of_weights_over_steps() -> None:
+    rules = staged("split", "exact_fill", 6, [])
+    grown = apply_change(rules, Stage(at=StageBegin(step=0), weights={"web": 0.1, "code": 0.8, "math": 0.1}, over=10))
+    before = grown.shares_at(4)
+    for ask in (Reweigh({"math": 0.0}), Restream(remove=("math",))):
+        after = apply_change(grown, ask, 4).shares_at(4)
+        assert after[2] == 0
+        assert after[0] / after[1] == pytest.approx(before[0] / before[1], rel=0.1)
+    assert apply_change(grown, Reweigh({"web": 0.3}), 4).weights_ramp is None
+
+
+def test_a_sample_of_a_new_stream_that_comes_before_its_stage_ends_the_feed_by_name() -> None:
+    stages = (Stage(name="long", at=StageBegin(step=20), rules=StageRules(budget=96)),)
+    rules = Rules(budget=32, packs=2, window=4, in_turn=True, streams=(StreamRules("web", 1.0, 1),), stages=stages)
+    run = Live(
+        rules, {"web": [[9, 20, 4] * 100], "new": [[8, 60, 30] * 20]}, 1, quota=400, memory=20000, longest=LONGEST
+    )
+    run.read(2)
+    assert not run.ask(Restream(add=(StreamRules("new", 1.0, 1),)), 4).refusal
+    run.start_producer(["new"])
+    with pytest.raises(AssertionError, match="overlong: sample new:1: got 60 tokens before the stage whose budget"):
+        run.finish()
+
+
+def test_the_end_of_a_feed_names_stages_that_never_began_and_streams_that_pause() -> None:
+    stages = [
+        Stage(name="one", at=StageBegin(step=3), weights={"math": 1.0}),
+        Stage(name="late", at=StageBegin(tokens=10**9)),
+    ]
+    run = live(staged("split", "exact_fill", 6, stages), 1)
+    run.finish()
+    [text] = [text for text in run.warnings if "has ended" in text]
+    assert "before change 1 (late) at 1,000,000,000 tokens, and while web, code paused, so the other" in text
+
+
+def test_a_change_that_a_waiting_stage_does_not_allow_names_the_stage() -> None:
+    stage = Stage(name="joint", at=StageBegin(step=900), weights={"web": 1.0})
+    run = live(staged("split", "exact_fill", 6, [stage]), 1)
+    refusal = run.ask(Reweigh({"web": 0.0}), 500).refusal
+    assert refusal.startswith(
+        "change 0 (joint), which begins at step 900, would not be possible then: got stream 'web'"
+    )
+    assert refusal.endswith("Cancel it first with 'streampack set --cancel 0'")
 
 
 def growing(first: int) -> tuple[Rules, Data]:

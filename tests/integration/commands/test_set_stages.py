@@ -69,7 +69,7 @@ def test_stages_are_asked_for_listed_and_canceled(
         ["run streampack, feed train"],
         ["id", "change", "begins at", "state"],
         ["0", "wide packs=4", "step 3", "waits"],
-        ["4", 'packs=2 to 8 over 5 steps window=16 balance={"order":"packer"}', "step 700", "waits"],
+        ["4", 'packs=2 to 8 over 5 steps window=16 balance={"kind":"deal","order":"packer"}', "step 700", "waits"],
         ["2", "anneal weights code=0.5 web=0.5 over 100 steps", "step 9,000", "waits"],
         ["1", "long budget=128 weights web=1", "1,000,000,000,000 tokens, about step 1,953,125,354", "waits"],
         [
@@ -146,7 +146,16 @@ def test_what_cannot_be_is_one_line(
 def test_a_stage_in_a_feed_with_a_planned_mesh_that_cannot_read_it_is_refused(broker: RunningBroker) -> None:
     body = {"name": "a", "rules": {"step": {"packs": 6}}, "planned_mesh": {"dp": 4}}
     code, said = post(broker.http, "/control/stage", body)
-    assert (code, said["error"][:60]) == (409, "planned_mesh: got dp=4, expected a divisor of the 6 packs of")
+    assert (code, said["error"][:45]) == (409, "planned_mesh cannot read this stage: got dp=4")
+    code, said = post(broker.http, "/control/rules", {"rules": {"step": {"packs": 3}}})
+    assert (code, said["error"][:45]) == (409, "the trainers cannot read this stage: got dp=2")
+    beside = {"rules": {"balance": {"kind": "none"}}, "at": {"tokens": "1G"}}
+    code, answer = post(broker.http, "/control/stage", {"name": "b", **beside})
+    assert code == 200, answer
+    code, said = post(broker.http, "/control/rules", {"rules": {"balance": {"kind": "none"}}, "at_step": 4})
+    assert code == 409
+    assert said["error"].startswith(f"rules.balance: got a change at step 4 beside change {answer['id']} (b) at")
+    assert post(broker.http, "/control/cancel", {"id": answer["id"]})[0] == 200
     assert post(broker.http, "/control/stage", body | {"at": {"tokens": "x"}})[0] == 400
 
 
@@ -165,7 +174,7 @@ def test_status_says_which_stage_holds(broker: RunningBroker, tmp_path: Path) ->
     assert found["text"].startswith("wide since step 3: budget 64, 4 packs a step; next ")
     table = in_process("set", "--list", "-e", broker.http).stdout
     assert "0   wide" in table
-    assert " in force\n" in table
+    assert " begun\n" in table
     [long] = [each for each in found["coming"] if each["name"] == "long"]
     assert 10**12 / 256 < long["estimated_step"] < 10**12 / 128, "the steps are more than half full"
 

@@ -13,6 +13,9 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import apply_change
 from streampack.core.model.rules import Rules
 
+_WHOLE = ("align", "balance", "limits")
+"""Rules of which a stage records the whole value, completed from the rules before it."""
+
 
 def rules_at_step(feed: Feed, step: int) -> Rules:
     """Return the rules of a feed at a step, by the changes that have taken effect."""
@@ -36,11 +39,32 @@ def live_stage(config: BrokerConfig, feeds: Mapping[str, Feed], name: str, setti
     begin = StageBegin(step=0) if settings.at is None else settings.at.begin
     rules = _rules_before(feed, begin)
     stage = resolved(settings, rules, config.mesh_terms(feed.name))
-    if (mesh := settings.planned_mesh) is not None:
-        after = apply_change(rules, stage, begin.step or 0)
-        if refusal := mesh_refusal(Mesh(dp=mesh.dp, cp=mesh.cp), after, feed.plan.layout):
-            raise ValueError(f"planned_mesh: {refusal}")
+    _check_whole(feed, stage, begin)
+    readers = feed.readers.registry.last_holders()
+    attached = readers[0].mesh if readers else config.planned_mesh
+    mesh, whose = (
+        (attached, "the trainers") if settings.planned_mesh is None else (settings.planned_mesh, "planned_mesh")
+    )
+    after = apply_change(rules, stage, begin.step or 0)
+    if refusal := mesh_refusal(Mesh(dp=mesh.dp, cp=mesh.cp), after, feed.plan.layout):
+        raise ValueError(
+            f"{whose} cannot read this stage: {refusal}. If trainers read it on another mesh, ask for the stage with "
+            f"`planned_mesh: {{dp: N, cp: N, tp: N}}`, by 'streampack set stage'"
+        )
     return stage
+
+
+def _check_whole(feed: Feed, stage: Stage, begin: StageBegin) -> None:
+    """Raise ValueError if a whole value depends on which of two changes comes first, and nobody can know that."""
+    for change in feed.history.pending:
+        unordered = (change.at.step is None) != (begin.step is None)
+        twice = [key for key in _WHOLE if key in stage.rules.keys and key in change.keys]
+        if unordered and twice:
+            raise ValueError(
+                f"rules.{twice[0]}: got a change at {begin} beside change {change.id} ({change.name}) at {change.at}, "
+                f"which sets it, too, expected one of them. Which comes first is not known, and each replaces the "
+                f"other's value. Begin both at steps, begin both at tokens, or cancel change {change.id}"
+            )
 
 
 def _rules_before(feed: Feed, begin: StageBegin) -> Rules:

@@ -25,7 +25,8 @@ class StageBegin(Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         if (self.step is None) == (self.tokens is None):
-            raise ValueError("got a begin of a stage without one of the keys step and tokens, expected one of them")
+            both = "both of the keys" if self.step is not None else "neither of the keys"
+            raise ValueError(f"got a begin of a stage with {both} step and tokens, expected one of them")
 
     def __str__(self) -> str:
         return f"step {self.step:,}" if self.step is not None else f"{self.tokens:,} tokens"
@@ -35,8 +36,7 @@ class StageRules(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Rules that a stage changes; UNSET for those that stay.
 
     Attributes:
-        budget, packs, window, packer, max_samples_per_pack, align, balance, limits, tail, max_policy_lag: As in
-            ``Rules``.
+        budget, packs, window, packer, max_samples_per_pack, align, balance, limits, tail: As in ``Rules``.
         overlong: The policy of every stream.
         warmup, packs_ramp: Growth of the budget and of the packs of a step; ``begin`` counts from the stage's first
             step.
@@ -52,7 +52,6 @@ class StageRules(Struct, frozen=True, kw_only=True, omit_defaults=True):
     limits: MediaLimits | UnsetType | None = UNSET
     tail: Tail | UnsetType = UNSET
     overlong: Overlong | UnsetType = UNSET
-    max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | UnsetType | None = UNSET
     warmup: Warmup | UnsetType = UNSET
     packs_ramp: Warmup | UnsetType = UNSET
 
