@@ -3,6 +3,7 @@
 - ``hf``: transformers' Trainer and TRL's SFTTrainer. ``hf_checks`` rejects unsuitable settings.
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
+- ``nemo_rl``: the policy workers of NeMo-RL.
 - ``torchtitan``: torchtitan.
 - ``trl``: AsyncGRPO of TRL.
 - ``trl_grpo``: GRPOTrainer of TRL.
