@@ -4,6 +4,7 @@
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
 - ``nemo_rl``: the policy workers of NeMo-RL.
+- ``roll``: ROLL.
 - ``torchtitan``: torchtitan.
 - ``trl``: AsyncGRPO of TRL.
 - ``trl_grpo``: GRPOTrainer of TRL.
