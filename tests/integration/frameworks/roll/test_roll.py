@@ -18,13 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import streampack
 from streampack.config.typed_yaml import convert
-from streampack.errors import UserError
+from streampack.errors import SampleError, UserError
 from streampack.integrations import roll as adapter
 from streampack.sources import SourceSettings, open_source
 from tests.docs.pages import BLOCKS
@@ -221,18 +220,6 @@ def test_packed_steps_of_a_broker_have_as_many_packs_as_roll_recorded(
     assert max(tokens for step in theirs for rank in step for _, tokens in rank) == samples.TRAIN_TOKENS + 16
 
 
-def test_planned_batches_have_the_recorded_shapes_of_roll(recorded: dict[str, Lines]) -> None:
-    lengths = np.array([len(row["tokens"]) for row in samples.rows()]).reshape(samples.STEPS, -1)
-    for phase, budget, align in (
-        ("train", samples.TRAIN_TOKENS, samples.TRAIN_ROUND), ("infer", samples.INFER_TOKENS, samples.INFER_ROUND),
-    ):  # fmt: skip
-        plans = [
-            streampack.plan_step(each, budget, dp=2, mode="padded", align=align, order="packer") for each in lengths
-        ]
-        found = [[[*map(list, plan.shapes)]] * 2 for plan in plans]
-        assert found == shapes_of(recorded["own padded"], phase)
-
-
 @pytest.fixture
 def roll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The adapter, beside modules that have ROLL's names."""
@@ -244,6 +231,40 @@ def roll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield adapter
     for name in [each for each in sys.modules if each.partition(".")[0] == "roll"]:
         del sys.modules[name]
+
+
+def batch_of_lengths(lengths: list[int]) -> Any:
+    protocol: Any = import_module("roll.distributed.scheduler.protocol")
+    mask = (torch.arange(samples.SEQUENCE) < torch.tensor(lengths)[:, None]).long()
+    return protocol.DataProto({"input_ids": torch.arange(len(lengths)), "attention_mask": mask}, {"kept": 1})
+
+
+def test_planned_batches_have_the_recorded_shapes_of_roll(roll: Any, recorded: dict[str, Lines]) -> None:
+    sizes = [len(row["tokens"]) for row in samples.rows()]
+    for step in range(samples.STEPS):
+        lengths = sizes[step * samples.SAMPLES : (step + 1) * samples.SAMPLES]
+        padded = recorded["own padded"][step]
+        for phase, limit, align in (
+            ("train", samples.TRAIN_TOKENS, samples.TRAIN_ROUND), ("infer", samples.INFER_TOKENS, samples.INFER_ROUND),
+        ):  # fmt: skip
+            batch, metrics = roll.dynamic_batching_shard(batch_of_lengths(lengths), 2, limit, align, 1, None, phase)
+            meta, order = batch.meta_info, batch.batch["input_ids"]
+            spans = zip(meta["micro_batch_indices"], meta["micro_batch_lengths"], strict=True)
+            assert [[stop - start, length] for (start, stop), length in spans] == padded[phase][0]
+            assert sorted(order.tolist()) == list(range(samples.SAMPLES))
+            assert meta["kept"] == 1
+            assert metrics[f"dynamic_batching/{phase}/valid_tokens"] == sum(lengths)
+        config = SimpleNamespace(
+            algorithm="load_balance", max_packed_sequence_length_forward=limit, min_num_micro_batches_forward=1
+        )
+        half = lengths[: samples.SAMPLES // 2]
+        packs = list(roll.make_micro_batch_iter_for_sequence_packing(batch_of_lengths(half), 1, 1, 1, config=config))
+        places = [row for pack in packs for row in pack.meta_info["partition_indices"]]
+        assert sorted(places) == list(range(len(half)))
+        tokens = [(-(-pack.batch["attention_mask"].sum(1) // 16) * 16).sum() for pack in packs]
+        assert max(tokens) <= limit
+    with pytest.raises(SampleError, match="got 15 samples, expected a multiple of 2, the data-parallel ranks"):
+        roll.dynamic_batching_shard(batch_of_lengths(lengths[1:]), 2, 128, 16, 1, None, None)
 
 
 def strategy(padded: bool, **changed: Any) -> Any:
