@@ -36,7 +36,7 @@ log = logging.getLogger("streampack.hf")
 
 KEYS = frozenset({"cu_seq_lens_q", "seq_idx"})
 """Keys by which a pack in the format ``hf`` is recognized."""
-_CACHES = ("past_key_values", "cache_params")
+_CACHES = ("cache", "past_key_values", "cache_params")
 BY_POSITIONS = ("sdpa", "eager", "flex_attention")
 """Attention implementations that find samples by position_ids alone; flash attention gets their boundaries."""
 _FIRST, _SECOND = 5, 6

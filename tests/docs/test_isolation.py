@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,12 +197,13 @@ def test_the_test_fails_where_samples_see_each_other(broker: RunningBroker, tmp_
     text, whole = next(iter(TABLE)), Whole()
     with pytest.raises(AssertionError, match="Whole: outputs of other samples move"), watched():
         run(text, broker.trainers, model=whole, **optimizer_of(whole))
-    cached = block("loss = llama(**batch").code.replace("llama(**batch", "llama(**batch, past_key_values=new()")
+    llama = tiny_llama()
+    name = "cache" if "cache" in signature(llama.forward).parameters else "past_key_values"  # up to transformers 5.23
+    cached = block("loss = llama(**batch").code.replace("llama(**batch", f"llama(**batch, {name}=new()")
     from transformers import DynamicCache
 
     from streampack.views.hf_isolation import inside
 
-    llama = tiny_llama()
     names = {"streampack": streampack, "llama": llama, "new": DynamicCache, **optimizer_of(llama)}
     with pytest.raises(AssertionError, match="LlamaForCausalLM: outputs of other samples move"), watched(), inside():
         exec(compile(cached.replace(HERE, broker.trainers), "broken", "exec"), names)
