@@ -1,9 +1,11 @@
-"""transformers' Trainer over packs: ``python hf_trainer.py FOLDER STEPS``, with STREAMPACK_ENDPOINT set; or torchrun.
+"""transformers' Trainer over packs: ``python hf_trainer.py FOLDER STEPS``, torchrun or ``accelerate launch``.
 
-It writes a checkpoint into FOLDER every 4 steps, resumes from it when started again, and prints a line per step.
+It needs STREAMPACK_ENDPOINT. It writes a checkpoint into FOLDER every 4 steps, resumes from it when started again, and
+prints a line per step.
 """
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -23,6 +25,7 @@ class PackedTrainer(PackedTrainerMixin, Trainer):
 
 
 folder, steps = sys.argv[1], int(sys.argv[2])
+os.makedirs(folder, exist_ok=True)
 torch.manual_seed(0)
 torch.set_num_threads(1)
 config = LlamaConfig(

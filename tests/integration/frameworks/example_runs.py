@@ -49,6 +49,7 @@ class Run:
     folder: Path
     dies_at: int | None = None
     ranks: int | None = None
+    steps: int = STEPS
 
 
 def run(broker: RunningBroker, *runs: Run) -> list[list[Line]]:
@@ -57,7 +58,7 @@ def run(broker: RunningBroker, *runs: Run) -> list[list[Line]]:
     jobs = []
     for each, output in zip(runs, outputs, strict=True):
         each.folder.mkdir(parents=True, exist_ok=True)
-        script, arguments = str(EXAMPLES / f"{each.name}.py"), [str(each.folder), str(STEPS)]
+        script, arguments = str(EXAMPLES / f"{each.name}.py"), [str(each.folder), str(each.steps)]
         jobs.append([script, arguments, each.dies_at, each.ranks, str(output)])
     paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     told = {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths}
@@ -81,6 +82,17 @@ def check_the_same(whole: list[Line], cut: list[Line], rest: list[Line]) -> None
     assert cut == whole[: len(cut)]
     assert 0 < rest[0]["step"] <= len(cut), "it goes on from a checkpoint"
     assert rest == whole[rest[0]["step"] :]
+
+
+def check_the_same_losses(whole: list[Line], cut: list[Line], rest: list[Line], begins: int) -> None:
+    """Ranks that are killed, and go on at step ``begins``, have the steps of one process, and its losses to 1e-6."""
+    assert [line["step"] for line in whole] == list(range(len(whole)))
+    assert rest[0]["step"] == begins <= len(cut)
+    assert rest[-1]["step"] == len(whole) - 1
+    for line in cut + rest:
+        expected = whole[line["step"]]
+        assert {**line, "loss": 0} == {**expected, "loss": 0}
+        assert abs(line["loss"] - expected["loss"]) <= 1e-6 * abs(expected["loss"])
 
 
 def killed_and_resumed_is_the_same(name: str, broker: RunningBroker, folder: Path) -> list[Line]:
