@@ -14,7 +14,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.config import DebugConfig, TrainingConfig
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
@@ -41,7 +41,7 @@ trainer = Trainer.Config(
     model_spec=llama, hf_assets_path=folder, dump_folder=folder, metrics=Lines.Config(log_freq=1),
     dataloader=StreampackDataLoader.Config(), loss=CrossEntropyLoss.Config(), optimizer=default_adamw(lr=1e-3),
     training=training, checkpoint=CheckpointManager.Config(enable=True, interval=4), activation_checkpoint=None,
-    debug=DebugConfig(seed=0),
+    debug=DebugConfig(seed=0), parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
 ).build()  # fmt: skip
 trainer.train()
 trainer.close()

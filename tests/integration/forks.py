@@ -23,12 +23,14 @@ from typing import Any
 
 
 @functools.cache
-def import_what_it_does(script: str) -> None:
+def import_what_it_does(script: str, alone: bool = False) -> None:
     """The modules that the script's top level imports, and what torch's optimizers import when they are made.
 
-    The imports stop at the first module beside the script. Such a module may change what later imports do.
+    The imports stop at the first module beside the scripts of examples, which may change what later imports do, unless
+    this process runs the script ``alone``.
     """
-    beside = {path.stem for path in Path(script).parent.glob("*.py")}
+    examples = Path(__file__).parents[2] / "examples"
+    beside = set() if alone else {path.stem for path in examples.glob("*.py")}
     for node in ast.parse(Path(script).read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
@@ -119,4 +121,7 @@ def prepare(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    print(json.dumps([ended(*job) for job in json.loads(sys.argv[1])]))
+    jobs = json.loads(sys.argv[1])
+    if len({script for script, *_ in jobs}) == 1:
+        import_what_it_does(jobs[0][0], alone=True)
+    print(json.dumps([ended(*job) for job in jobs]))

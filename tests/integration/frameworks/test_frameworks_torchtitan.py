@@ -20,7 +20,15 @@ from streampack import integrations
 from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.rules import Batch, Rules
 from streampack.errors import UserError
-from tests.integration.frameworks.example_runs import EXAMPLES, RULES, killed_and_resumed_is_the_same, serving
+from tests.integration.frameworks.example_runs import (
+    EXAMPLES,
+    RULES,
+    Run,
+    check_the_same_losses,
+    killed_and_resumed_is_the_same,
+    run,
+    serving,
+)
 from tests.integration.running import RunningBroker, forked, until
 
 
@@ -42,6 +50,25 @@ def test_torchtitans_trainer_goes_on_where_it_was_killed(
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")  # it imports another example
     killed_and_resumed_is_the_same("torchtitan_trainer", broker, tmp_path)
     until(lambda: broker.feed()["committed"] == 3)  # of checkpoints after 4 and 8 updates; the one after 8 was the last
+
+
+def test_two_ranks_with_fsdp_go_on_from_one_and_have_its_losses(
+    broker: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 steps on two ranks, killed once; and the words with which torchtitan refuses cp 2 with packs."""
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")
+    script, one = str(Path(__file__).with_name("torchtitan_doubles")), tmp_path / "one"
+    begun, cut, rest, whole = run(
+        broker,
+        Run(script, tmp_path / "ranks", dies_at=4, steps=24),
+        Run(script, tmp_path / "ranks", dies_at=13, ranks=2, steps=24),
+        Run(script, tmp_path / "ranks", ranks=2, steps=24),
+        Run(script, one, steps=24),
+    )
+    assert whole.pop() == rest.pop() == {"step": 24, "error": "Variable-length attention CP is not yet supported"}
+    assert begun == whole[:5]
+    assert cut[0]["step"] == 4
+    check_the_same_losses(whole, cut, rest, begins=12)
 
 
 def test_the_ranks_have_every_sample_once_a_pass_and_end_together() -> None:
