@@ -14,18 +14,21 @@ StageEnds, too, and callbacks save as at the end of an epoch. Six habits of Ligh
 - Lightning has no hook after a checkpoint is written. The commit is sent when the next batch is fetched, or at the end.
 - Lightning divides losses by ``accumulate_grad_batches``, and its strategies average gradients over ranks. The property
   ``averaged_over`` gives the product.
-- Lightning's precision plugins copy batches as plain mappings, which lose the attributes of a view. A hook restores the
-  view before ``training_step``.
+- Lightning's precision plugins, and torch's FSDP and DDP, copy batches as plain mappings, which lose the attributes of
+  a view. A hook restores the view before it is moved to a device. The model's ``training_step`` and
+  ``validation_step`` are wrapped during a fit, and restore it again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_warn
@@ -85,6 +88,8 @@ class PackedDataModule(LightningDataModule):
         self._batches: _Batches | None = None
         self._state: dict[str, Any] | None = {}  # the state without a loader; None after a failure of the data
         self._resumed = False
+        self._in_use: Any = None  # the batch before it passed through the strategy
+        self._unwrapped: dict[str, Any] = {}  # the steps of the model that are wrapped; None for a method of its class
         if val_feed is not None:  # defined only then: otherwise Lightning would require a validation_step
             self.val_dataloader = self._val_loader
 
@@ -146,6 +151,11 @@ class PackedDataModule(LightningDataModule):
             UserError: A callback would use up steps in trials.
         """
         _check_callbacks(self.trainer)
+        self._unwrap_steps()
+        model = self.trainer.lightning_module
+        for name in ("training_step", *(["validation_step"] if self._val_feed is not None else [])):
+            self._unwrapped[name] = vars(model).get(name)
+            setattr(model, name, self._with_views(getattr(model, name)))
 
     def train_dataloader(self) -> _Batches:
         """Return the batches of the training feed; the same object until the fit ends."""
@@ -168,7 +178,26 @@ class PackedDataModule(LightningDataModule):
             batch: The batch, or a list of batches with manual optimization.
             dataloader_idx: Ignored.
         """
-        return self._batches.whole(batch) if self._batches is not None and self.trainer.training else batch
+        training = self._batches is not None and self.trainer.training
+        self._in_use = self._batches.whole(batch) if training and self._batches is not None else batch
+        return self._in_use
+
+    def _with_views(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step of the model whose batch gets the attributes back that the strategy has dropped."""
+
+        @functools.wraps(step)
+        def with_views(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            return step(_restored(batch, self._in_use), *args, **kwargs)
+
+        return with_views
+
+    def _unwrap_steps(self) -> None:
+        """Give the model its own steps back."""
+        for name, own in self._unwrapped.items():
+            delattr(self.trainer.lightning_module, name)
+            if own is not None:
+                setattr(self.trainer.lightning_module, name, own)
+        self._unwrapped = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state after the last step that was trained whole; equal on all ranks.
@@ -231,7 +260,8 @@ class PackedDataModule(LightningDataModule):
         """Close all loaders of this fit."""
         for loader in self._loaders.values():
             loader.close()
-        self._loaders, self._batches = {}, None
+        self._loaders, self._batches, self._in_use = {}, None, None
+        self._unwrap_steps()
 
 
 class _Batches:
@@ -328,10 +358,7 @@ class _Batches:
 
     def whole(self, batch: Any) -> Any:
         """Return the batch about to be used, with the attributes that it had when it was fetched."""
-        fetched = self._fetched.popleft()
-        if not isinstance(fetched, list):
-            return _whole(batch, fetched)
-        return [_whole(each, before) for each, before in zip(batch, fetched, strict=True)]
+        return _restored(batch, self._fetched.popleft())
 
     def state(self) -> dict[str, Any]:
         """Return the loader's state after the last finished step, and whether an epoch ended there."""
@@ -395,8 +422,12 @@ def _rewind_to_step(trainer: Any, batches_a_step: int) -> None:
     loop._batches_that_stepped -= bool(over)  # the loggers' step: Lightning has counted the unfinished step as over
 
 
-def _whole(batch: Any, fetched: Any) -> Any:
-    """Return ``batch`` with the attributes of ``fetched``, if both are views and ``batch`` has lost its own."""
-    if not (isinstance(batch, View) and isinstance(fetched, View)) or batch.canonical is not None:
+def _restored(batch: Any, before: Any) -> Any:
+    """Return ``batch`` with the attributes of ``before``, a view, if it has lost its own; likewise lists of views."""
+    if isinstance(before, list) and isinstance(batch, list):
+        return [_restored(each, own) for each, own in zip(batch, before, strict=True)]
+    if not (isinstance(before, View) and isinstance(batch, dict)) or getattr(batch, "canonical", None) is not None:
         return batch
-    return View(batch, fetched.canonical, fetched.rest, fetched.rules, fetched.copied)
+    device = next((value.device for value in batch.values() if isinstance(value, torch.Tensor)), None)
+    moved = before if device is None else before.to(device)
+    return View(batch, moved.canonical, moved.rest, moved.rules, moved.copied)

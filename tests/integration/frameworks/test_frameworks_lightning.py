@@ -13,7 +13,14 @@ import streampack
 from streampack.config.typed_yaml import convert
 from streampack.errors import UserError
 from streampack.sources import SourceSettings, open_source
-from tests.integration.frameworks.example_runs import Run, check_the_same, killed_and_resumed, run, serving
+from tests.integration.frameworks.example_runs import (
+    Run,
+    check_the_same,
+    check_the_same_losses,
+    killed_and_resumed,
+    run,
+    serving,
+)
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 
 PACKS, ALL, SAMPLES = 2, 6, 64
@@ -66,6 +73,18 @@ def test_a_fit_goes_on_where_it_was_killed_and_on_two_ranks(tmp_path: Path) -> N
     check_the_same(whole, cut, rest)
     assert [(line["step"], line["digest"]) for line in lines] == [(line["step"], line["digest"]) for line in whole[8:]]
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in whole[8:]], rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
+def test_two_ranks_that_shard_the_model_go_on_with_the_losses_of_one(strategy: str, tmp_path: Path) -> None:
+    script, folder = str(Path(__file__).with_name("lightning_sharded")), tmp_path / strategy
+    with serving() as broker:
+        (whole,) = run(broker, Run("lightning_module", tmp_path / "one", steps=20))
+        cut, rest = run(
+            broker, Run(script, folder, dies_at=9, ranks=2, steps=20), Run(script, folder, ranks=2, steps=20)
+        )
+    assert list(folder.glob("last.ckpt/*.distcp")), "the checkpoint is sharded"
+    check_the_same_losses(whole, cut, rest, begins=8)
 
 
 def test_a_fit_goes_on_wherever_it_was_saved(fits: ModuleType, broker: RunningBroker, tmp_path: Path) -> None:
