@@ -24,7 +24,8 @@ import streampack
 from streampack import errors, integrations, planning, views
 
 INTERNAL = {
-    "streampack.integrations.fixed_steps", "streampack.integrations.hf_checks", "streampack.views.hf_isolation",
+    "streampack.integrations.fixed_steps", "streampack.integrations.hf_checks",
+    "streampack.integrations.tried_versions", "streampack.views.hf_isolation",
     "streampack.views.device", "streampack.views.format_validation", "streampack.views.formats", "streampack.views.hf",
     "streampack.views.block_mask", "streampack.views.padded", "streampack.views.static_shapes",
     "streampack.views.tensors", "streampack.views.torchtitan",

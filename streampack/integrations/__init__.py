@@ -9,6 +9,7 @@
 - ``trl``: AsyncGRPO of TRL.
 - ``trl_grpo``: GRPOTrainer of TRL.
 - ``verl``: verl.
+- ``tried_versions``: the version of each framework that was tried, and a check of the internals that adapters use.
 - ``fixed_steps``: stages that end training in a framework which cannot change its own settings.
 
 Each adapter translates a framework's calls to those of a loader: ``steps``, ``state_dict``, ``commit``. Settings with

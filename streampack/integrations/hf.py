@@ -226,6 +226,7 @@ class PackedTrainerMixin:
         self, model: Any = None, args: Any = None, *, loader: Any, eval_loader: Any = None,
         steps_per_epoch: int | None = None, **given: Any,
     ) -> None:  # fmt: skip
+        hf_checks.methods(type(self))
         hf_checks.arguments(args, given, steps_per_epoch)
         passes, epochs = 1, 1.0
         if not args.max_steps > 0:

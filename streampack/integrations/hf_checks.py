@@ -11,8 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streampack.errors import MeshError, UserError
+from streampack.integrations.tried_versions import Tried
 from streampack.views import hf_isolation
 
+TRIED = Tried("transformers", "5.24.0")
+USED = (
+    "get_batch_samples", "training_step", "compute_loss", "compute_loss_context_manager", "_prepare_inputs",
+    "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "evaluation_loop", "prediction_step", "log",
+    "get_tp_size", "get_cp_size", "get_sp_size",
+)  # fmt: skip
+"""Methods of a Trainer that ``PackedTrainerMixin`` replaces or calls."""
 _OF_DATASETS = ("train_dataset", "eval_dataset", "data_collator", "formatting_func")
 _EXPECTED: tuple[tuple[str, Any, str], ...] = (
     ("gradient_accumulation_steps", 1, "Set the number of micro-batches of an update with rules.step in broker.yaml"),
@@ -51,6 +59,13 @@ def is_sft(kind: type, args: Any) -> bool:
     if names and not hasattr(args, "dataset_kwargs"):
         raise UserError(f"got {type(args).__name__} as the arguments of an SFTTrainer, expected trl.SFTConfig")
     return bool(names)
+
+
+def methods(kind: type) -> None:
+    """Check the methods of a Trainer's class. Raises UserError."""
+    for base in kind.__mro__:
+        if base.__module__ == "transformers.trainer":
+            TRIED.check(base, *USED)
 
 
 def arguments(args: Any, given: Mapping[str, Any], steps_per_epoch: int | None) -> None:

@@ -37,10 +37,13 @@ from streampack.client.connect import Client, connect
 from streampack.client.ranks import mesh_of
 from streampack.core.model.mesh import Mesh
 from streampack.errors import StageEnds, StreampackError, UserError
+from streampack.integrations.tried_versions import Tried
 from streampack.packs.step import Step
 from streampack.views.view import View
 
 __all__ = ["PackedDataModule"]
+
+TRIED = Tried("lightning", "2.6.6")
 
 
 class PackedDataModule(LightningDataModule):
@@ -151,6 +154,7 @@ class PackedDataModule(LightningDataModule):
             UserError: A callback would use up steps in trials.
         """
         _check_callbacks(self.trainer)
+        TRIED.check(self.trainer.fit_loop.epoch_loop, "batch_progress", "_batches_that_stepped")
         self._unwrap_steps()
         model = self.trainer.lightning_module
         for name in ("training_step", *(["validation_step"] if self._val_feed is not None else [])):

@@ -35,8 +35,17 @@ from streampack.client.connect import Client, connect
 from streampack.core.model.rules import Rules
 from streampack.errors import StateError, UserError
 from streampack.integrations.fixed_steps import Check, FixedSteps, check_stages
+from streampack.integrations.tried_versions import Tried
 
 __all__ = ["TrainIterator", "datasets_provider"]
+
+TRIED = Tried("megatron-core", "0.16.1")
+USED = tuple(
+    f"get_{part}_{what}"
+    for part in ("data_parallel", "context_parallel", "tensor_model_parallel", "pipeline_model_parallel")
+    for what in ("world_size", "rank")
+)
+"""Functions of Megatron's ``parallel_state`` that this module calls."""
 
 Iterators = tuple["TrainIterator | None", "Iterator[Any] | None", None]
 
@@ -67,6 +76,7 @@ def datasets_provider(
 
     def provider(train_val_test_num_samples: Any = None, vp_stage: int | None = None) -> Iterators:
         """Return (train, validation, None) iterators, or (None, None, None) on a rank that does not read."""
+        TRIED.check(parallel_state, *USED)
         args = get_args()
         check_args(args, valid_feed)
         args.dataloader_save = getattr(args, "dataloader_save", None) or args.save

@@ -34,8 +34,11 @@ from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 from streampack.integrations.fixed_steps import FixedSteps, check_stages
+from streampack.integrations.tried_versions import Tried
 
 __all__ = ["StreampackDataLoader"]
+
+TRIED = Tried("torchtitan", "0.3.0")
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -87,6 +90,7 @@ class StreampackDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None,
         **_: Any,
     ) -> None:
+        TRIED.check(BaseDataLoader, "Config")
         copies, copy = _copies(dp_world_size, dp_rank)
         mesh = {"dp": dp_world_size, "dp_rank": dp_rank, "tp": copies, "tp_rank": copy}
         self._loader = connect(

@@ -5,7 +5,6 @@ replaces this batcher in this process. Ours waits for the rollouts of a few micr
 Rows are full, and the rows of a micro-batch cost the same. TRL's collator and loss stay as they are. A row still
 computes the tokens that its rollouts share once, and the rollouts of a prompt stay in one row if they fit.
 
-Read with trl 1.16.0.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ import torch
 
 from streampack.core.trees.shared_prefixes import prefix_order
 from streampack.errors import UserError
+from streampack.integrations.tried_versions import Tried
 from streampack.planning import plan_step
 
 __all__ = ["WindowBatcher", "install"]
 
+TRIED = Tried("trl", "1.16.0")
 WINDOW = 4
 """Micro-batches that are planned together."""
 
@@ -43,13 +44,13 @@ def install(window: int = WINDOW) -> None:
 
     if window < 1:
         raise UserError(f"got window={window}, expected at least 1")
-    if not hasattr(async_grpo_trainer, "TokenBudgetBatcher"):
-        raise UserError("got a TRL without TokenBudgetBatcher, expected trl 1.16, or AsyncGRPO of that version")
+    TRIED.check(async_grpo_trainer, "TokenBudgetBatcher")
 
     def batcher(dataset: Iterable[dict[str, Any]], num_processes: int, token_budget: int, metrics: Any) -> Any:
         """Return a batcher in place of TRL's."""
         return WindowBatcher(dataset, num_processes, token_budget, metrics, window)
 
+    TRIED.check_parameters(async_grpo_trainer.TokenBudgetBatcher, batcher)
     async_grpo_trainer.TokenBudgetBatcher = batcher
 
 

@@ -9,7 +9,6 @@ A micro-batch may have more or fewer rollouts than one of TRL. Where TRL's loss 
 weights it by their number. So the loss and the gradients of an optimizer step are those of TRL. ``install`` rejects
 settings with a loss that depends on which rollouts share a micro-batch.
 
-Read with trl 1.16.0.
 """
 
 from __future__ import annotations
@@ -24,9 +23,17 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from streampack.errors import UserError
+from streampack.integrations.tried_versions import Tried
 from streampack.planning import StepPlan, plan_step
 
 __all__ = ["install", "plan_micro_batches"]
+
+TRIED = Tried("trl", "1.16.0")
+USED = (
+    "_prepare_inputs", "_compute_loss", "_buffered_inputs", "_step", "_entropy_bonus_enabled", "top_entropy_quantile",
+    "aux_loss_enabled", "loss_type", "pad_to_multiple_of", "accelerator",
+)  # fmt: skip
+"""Attributes of a ``GRPOTrainer`` that this module uses."""
 
 MEANS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 """Losses that are means over the rollouts of a micro-batch."""
@@ -64,8 +71,7 @@ def install(trainer: Any) -> None:
         >>> streampack.integrations.trl_grpo.install(trainer)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
-    if not (hasattr(trainer, "_buffered_inputs") and hasattr(trainer, "_compute_loss")):
-        raise UserError(f"got a trainer of type {type(trainer).__name__}, expected a GRPOTrainer of trl 1.16")
+    TRIED.check(trainer, *USED)
     if getattr(trainer._compute_loss, "__module__", "") == __name__:
         return
     _check(trainer)

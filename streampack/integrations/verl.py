@@ -8,7 +8,6 @@ results. So losses stay as they are.
 declares the fields that are pushed, such as ``response_mask``, ``rollout_log_probs`` and ``advantages``, each with
 ``align: token``, and ``prompt_length`` with ``axis: sample`` and dtype ``int64``.
 
-Read with verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ import torch
 from torch import distributed
 
 from streampack.errors import SampleError, UserError
+from streampack.integrations.tried_versions import Tried
 from streampack.packs.step import Step
 from streampack.planning import plan_step
 from streampack.producer.push import Producer
 
 __all__ = ["install", "pull", "push", "rearrange_micro_batches"]
 
+TRIED = Tried("verl", "0.9.1")
 PROMPT_LENGTH = "prompt_length"
 """Field with the number of prompt tokens of each sample."""
 
@@ -37,7 +38,7 @@ def install() -> None:
     Call it in each worker, before the first batch. ``use_dynamic_bsz`` must be true, as it is by default.
 
     Raises:
-        UserError: This version of verl does not have the function that is replaced.
+        UserError: This version of verl does not have the function that is replaced, or it takes other arguments.
 
     Example:
         >>> streampack.integrations.verl.install()  # doctest: +SKIP
@@ -46,11 +47,8 @@ def install() -> None:
     from verl.workers.engine import utils
 
     for module in (seqlen_balancing, utils):
-        if not hasattr(module, "rearrange_micro_batches"):
-            raise UserError(
-                f"got a verl whose {module.__name__} has no rearrange_micro_batches, expected verl 0.9. Use that "
-                f"version, or plan batches with streampack.plan_step"
-            )
+        TRIED.check(module, "rearrange_micro_batches")
+        TRIED.check_parameters(module.rearrange_micro_batches, rearrange_micro_batches)
         setattr(module, "rearrange_micro_batches", rearrange_micro_batches)  # noqa: B010 - it is another module's
 
 
