@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import streampack
 from benchmarks.lengths import I64, SHIFTING, STATIONARY, lengths_of
 from benchmarks.report import arguments, head, say
+from streampack.training.attention import Backend
 
 PEAKS = {
     "GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0,
@@ -130,20 +131,21 @@ class Batch:
 
 
 def packed(
-    samples: list[I64], budget: int, device: str, packer: str, masks: Literal["flex"] | None = None
-) -> Iterator[Batch]:
+    samples: list[I64], budget: int, device: str, packer: str, masks: Literal["flex"] | None = None,
+    backend: Backend | None = None,
+) -> Iterator[Batch]:  # fmt: skip
     with streampack.local(
         samples, packer=packer, budget=budget, shuffle=False, device=device, format="thd", masks=masks
     ) as loader:
         for pack in loader:
-            attend = partial(under_mask if masks else within, pack)
+            attend = partial(under_mask, pack) if masks else partial(within, pack, backend)
             assert pack.canonical is not None, "a loader's view has its pack"
             lengths = np.diff(pack.canonical.cu_seqlens)[: pack.num_samples].astype(np.int64)
             yield Batch(pack.input_ids, pack.position_ids, pack.labels, attend, lengths)
 
 
-def within(pack: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return streampack.varlen_attention(q, k, v, pack)
+def within(pack: Any, backend: Backend | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return streampack.varlen_attention(q, k, v, pack, backend=backend)
 
 
 def under_mask(pack: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -189,7 +191,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-WAYS: dict[str, Callable[[list[I64], int, str], Iterator[Batch]]] = {
+WAYS: dict[str, Callable[..., Iterator[Batch]]] = {
     "padded": padded,
     "greedy": partial(packed, packer="concatenative"),
     "streampack": partial(packed, packer="exact_fill"),
@@ -247,6 +249,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, help="of all ways in turns (3; 1 with --quick)")
     kinds = (*STATIONARY, *SHIFTING)
     parser.add_argument("--lengths", choices=kinds, help="(source_code, which are real; short_sft with --quick)")
+    parser.add_argument("--backend", choices=get_args(Backend), help="attention of packs (the first that is installed)")
     parser.add_argument("--peak-tflops", type=float, help="of the device in dense bf16, where it is not known here")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -260,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
     parameters = sum(each.numel() for each in model.parameters())
     report = head(
         "train_gpu", device=name, torch=torch.__version__, parameters=parameters, budget=budget, updates=updates,
-        lengths=kind, peak_tflops=peak,
+        lengths=kind, peak_tflops=peak, backend=args.backend,
     )  # fmt: skip
     print(f"{name}, {parameters / 1e6:,.1f}M parameters, {budget} tokens a micro-batch, lengths: {kind}")
     rounds = [
@@ -284,7 +287,8 @@ def _round(model: Llama, samples: list[I64], budget: int, updates: int, args: An
     warm = 1 if args.quick else 10
     found = {}
     for way, batches_of in WAYS.items():
-        batches = batches_of(samples, budget, args.device)
+        kernel = {} if way == "padded" else {"backend": args.backend}
+        batches = batches_of(samples, budget, args.device, **kernel)
         found[way] = measured(model, batches, updates, warm, args.device)
         batches.close()  # type: ignore[attr-defined]  # its broker, too
     return found
