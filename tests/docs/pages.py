@@ -1,6 +1,7 @@
 """The README and the pages of ``docs/`` as tests see them: their texts and their code blocks.
 
-A block that cannot run has ``<!-- not run: REASON -->`` in the line before it.
+A block that cannot run has ``<!-- not run: REASON -->`` in the line before it. A block that a test of another folder
+runs has ``<!-- run by: FILE -->`` there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = {path: path.read_text() for top in ("*.md", "docs/**/*.md", "deploy/*.md") for path in sorted(ROOT.glob(top))}
 _FENCE = re.compile(
-    r"(?:<!-- not run: (?P<reason>[^>]+?) -->[ \t]*\n\s*)?"
+    r"(?:<!-- (?:not run|run by): (?P<reason>[^>]+?) -->[ \t]*\n\s*)?"
     r"^(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$",
     re.MULTILINE | re.DOTALL,
 )
@@ -33,7 +34,7 @@ def names_in(file: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced code block; ``reason`` says why it does not run."""
+    """A fenced code block; ``reason`` says why it does not run here, or which file of tests runs it."""
 
     page: str
     line: int

@@ -32,9 +32,15 @@ def of(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language and block.reason is None]
 
 
+def runs_elsewhere(block: Block) -> bool:
+    """If a file of tests runs the block, which names the block's page."""
+    file = ROOT / (block.reason or "")
+    return file.suffix == ".py" and block.page in file.read_text()
+
+
 def test_every_block_says_its_language_and_why_it_does_not_run() -> None:
     assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
-    reasons = [block.reason for block in BLOCKS if block.reason is not None]
+    reasons = [block.reason for block in BLOCKS if block.reason is not None and not runs_elsewhere(block)]
     assert len(reasons) <= NOT_RUN
     assert [reason for reason in reasons if len(reason.split()) < 3] == []
 
