@@ -40,9 +40,10 @@ $(SERVICE): $(BIN)/python pyproject.toml constraints.txt
 	$(call install,-e '.[service]')
 	@touch $@
 
-$(DEV): $(BIN)/python pyproject.toml constraints.txt requirements-frameworks.txt
+$(DEV): $(BIN)/python pyproject.toml constraints.txt requirements-frameworks.txt requirements-veomni.txt
 	$(call install,-e '.[dev]')
 	$(call install,--no-deps -r requirements-frameworks.txt)
+	$(call install,--no-deps --target $(VENV)/veomni -r requirements-veomni.txt)
 	@touch $@ $(SERVICE) $(DOCS)
 
 $(DOCS): $(BIN)/python pyproject.toml constraints.txt

@@ -1,5 +1,6 @@
 """Integrations: adapters that let the trainers of frameworks read from a loader.
 
+- ``automodel``: the recipes of NeMo AutoModel.
 - ``hf``: transformers' Trainer and TRL's SFTTrainer. ``hf_checks`` rejects unsuitable settings.
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
@@ -8,8 +9,10 @@
 - ``torchtitan``: torchtitan.
 - ``trl``: AsyncGRPO of TRL.
 - ``trl_grpo``: GRPOTrainer of TRL.
+- ``veomni``: VeOmni's text trainer.
 - ``verl``: verl.
 - ``tried_versions``: the version of each framework that was tried, and a check of the internals that adapters use.
+- ``adapter_begin``: the framework's version, and which ranks read the same packs.
 - ``fixed_steps``: stages that end training in a framework which cannot change its own settings.
 
 Each adapter translates a framework's calls to those of a loader: ``steps``, ``state_dict``, ``commit``. Settings with

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 try:
     from torchtitan.components.dataloader import BaseDataLoader
@@ -33,6 +32,7 @@ except ImportError as error:
 from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
+from streampack.integrations.adapter_begin import copies_of
 from streampack.integrations.fixed_steps import FixedSteps, check_stages
 from streampack.integrations.tried_versions import Tried
 
@@ -91,7 +91,7 @@ class StreampackDataLoader(BaseDataLoader):
         **_: Any,
     ) -> None:
         TRIED.check(BaseDataLoader, "Config")
-        copies, copy = _copies(dp_world_size, dp_rank)
+        copies, copy = copies_of(dp_world_size, dp_rank)
         mesh = {"dp": dp_world_size, "dp_rank": dp_rank, "tp": copies, "tp_rank": copy}
         self._loader = connect(
             config.endpoint, feed=config.feed, mesh=mesh, format="torchtitan", prefetch=config.prefetch
@@ -162,15 +162,6 @@ class StreampackDataLoader(BaseDataLoader):
     def close(self) -> None:
         """Close the loader and release the rank."""
         self._loader.close()
-
-
-def _copies(dp: int, dp_rank: int) -> tuple[int, int]:
-    """Return how many ranks share this data-parallel rank, and this rank's number among them; may communicate."""
-    if not dist.is_initialized() or dist.get_world_size() == dp:
-        return 1, 0
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, dp_rank)
-    return ranks.count(dp_rank), ranks[: dist.get_rank()].count(dp_rank)
 
 
 def check_rules(rules: Rules, dp: int, seq_len: int, rows: int, snapshot: int | None) -> None:
