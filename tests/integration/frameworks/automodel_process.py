@@ -105,6 +105,8 @@ def replace() -> None:
 
 
 def main() -> None:
+    """``automodel CONFIG``, as under torchrun."""
+    from nemo_automodel.cli import app
     from nemo_automodel.recipes.llm import train_ft
 
     log = train_ft.TrainFinetuneRecipeForNextTokenPrediction.log_train_metrics
@@ -116,7 +118,9 @@ def main() -> None:
             print(json.dumps({"step": data.step, "loss": data.metrics["loss"]}), flush=True)
 
     train_ft.TrainFinetuneRecipeForNextTokenPrediction.log_train_metrics = with_line
-    train_ft.main(sys.argv[1])
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # torchrun sets it
+    sys.argv = ["automodel", sys.argv[1]]
+    sys.exit(app.main())
 
 
 def serve() -> None:
