@@ -43,7 +43,8 @@ $(SERVICE): $(BIN)/python pyproject.toml constraints.txt
 $(DEV): $(BIN)/python pyproject.toml constraints.txt requirements-frameworks.txt requirements-veomni.txt
 	$(call install,-e '.[dev]')
 	$(call install,--no-deps -r requirements-frameworks.txt)
-	$(call install,--no-deps --target $(VENV)/veomni -r requirements-veomni.txt)
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps --upgrade \
+		--target $(VENV)/veomni -r requirements-veomni.txt
 	@touch $@ $(SERVICE) $(DOCS)
 
 $(DOCS): $(BIN)/python pyproject.toml constraints.txt

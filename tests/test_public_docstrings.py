@@ -25,11 +25,10 @@ import streampack
 from streampack import errors, integrations, planning, views
 
 INTERNAL = {
-    "streampack.integrations.adapter_begin", "streampack.integrations.fixed_steps", "streampack.integrations.hf_checks",
-    "streampack.integrations.tried_versions",
-    "streampack.views.hf_isolation", "streampack.views.device", "streampack.views.format_validation",
-    "streampack.views.formats", "streampack.views.hf", "streampack.views.block_mask", "streampack.views.padded",
-    "streampack.views.static_shapes", "streampack.views.tensors", "streampack.views.torchtitan",
+    "streampack.integrations.checks", "streampack.views.hf_isolation", "streampack.views.device",
+    "streampack.views.format_validation", "streampack.views.formats", "streampack.views.hf",
+    "streampack.views.block_mask", "streampack.views.padded", "streampack.views.static_shapes",
+    "streampack.views.tensors", "streampack.views.torchtitan",
 }  # fmt: skip
 """Modules of the public packages that users do not import. Every other module there declares ``__all__``."""
 RETURNED = {"streampack.packs.forward_packs": ["ForwardPacks"], "streampack.local": ["LocalLoader"]}

@@ -1,7 +1,7 @@
 """Integrations: adapters that let the trainers of frameworks read from a loader.
 
 - ``automodel``: the recipes of NeMo AutoModel.
-- ``hf``: transformers' Trainer and TRL's SFTTrainer. ``hf_checks`` rejects unsuitable settings.
+- ``hf``: transformers' Trainer and TRL's SFTTrainer.
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
 - ``nemo_rl``: the policy workers of NeMo-RL.
@@ -11,9 +11,6 @@
 - ``trl_grpo``: GRPOTrainer of TRL.
 - ``veomni``: VeOmni's text trainer.
 - ``verl``: verl.
-- ``tried_versions``: the version of each framework that was tried, and a check of the internals that adapters use.
-- ``adapter_begin``: the framework's version, and which ranks read the same packs.
-- ``fixed_steps``: stages that end training in a framework which cannot change its own settings.
 
 Each adapter translates a framework's calls to those of a loader: ``steps``, ``state_dict``, ``commit``. Settings with
 which a framework would train on other data, or with another loss, are rejected; the error says what to set instead. A

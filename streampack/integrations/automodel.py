@@ -8,8 +8,8 @@ A step of streampack is an update if ``step_scheduler.global_batch_size`` is the
 tells a dataset nothing of its schedule, so the YAML repeats this number. AutoModel cannot change it while it trains: a
 stage with other packs ends training with StageEnds.
 
-transformers' flash attention finds the samples of a batch of one row alone, and computes a batch of several rows as if
-each were one sample. The collater ``one_row`` therefore refuses several rows. Transformer Engine takes any number of
+Flash attention of transformers separates the samples of a batch of one row. It takes each row of a larger batch as one
+sample. The collater ``one_row`` therefore refuses several rows. Transformer Engine takes any number of
 rows: use ``streampack.views.bshd.stack`` with it.
 
 AutoModel begins no checkpoint before the last one is durable. Each call of ``state_dict`` therefore commits the
@@ -26,13 +26,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streampack.client.connect import Client, connect
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
-from streampack.integrations.adapter_begin import copies_of, warn_untried
-from streampack.integrations.fixed_steps import FixedSteps, check_stages
+from streampack.integrations.checks.fixed_steps import FixedSteps, check_stages
+from streampack.integrations.checks.rank_copies import copies_of
+from streampack.integrations.checks.tried_versions import Tried
 from streampack.views.bshd import stack
 
 __all__ = ["StreampackDataset", "one_row"]
 
-warn_untried("nemo-automodel", "0.7.0")
+TRIED = Tried("nemo-automodel", "0.7.0")
 
 
 def one_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -88,6 +89,7 @@ class StreampackDataset(IterableDataset[Any]):
         max_packs: int | None = None,
         prefetch: int = 2,
     ) -> None:
+        TRIED.warn()
         if max_packs is not None and (max_packs < 1 or max_packs % global_batch_size):
             raise UserError(
                 f"got max_packs={max_packs}, expected a multiple of global_batch_size, {global_batch_size}. Set "

@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from streampack.errors import StageEnds, StateError, UserError
-from streampack.integrations import hf_checks
+from streampack.integrations.checks import hf_checks
 from streampack.packs.step import Step
 from streampack.views.view import View, real_tokens
 

@@ -37,7 +37,7 @@ from streampack.client.connect import Client, connect
 from streampack.client.ranks import mesh_of
 from streampack.core.model.mesh import Mesh
 from streampack.errors import StageEnds, StreampackError, UserError
-from streampack.integrations.tried_versions import Tried
+from streampack.integrations.checks.tried_versions import Tried
 from streampack.packs.step import Step
 from streampack.views.view import View
 

@@ -34,8 +34,8 @@ from msgspec import UNSET
 from streampack.client.connect import Client, connect
 from streampack.core.model.rules import Rules
 from streampack.errors import StateError, UserError
-from streampack.integrations.fixed_steps import Check, FixedSteps, check_stages
-from streampack.integrations.tried_versions import Tried
+from streampack.integrations.checks.fixed_steps import Check, FixedSteps, check_stages
+from streampack.integrations.checks.tried_versions import Tried
 
 __all__ = ["TrainIterator", "datasets_provider"]
 

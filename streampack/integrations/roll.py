@@ -6,7 +6,8 @@ sample stays in its update, and ROLL restores the order of results. So losses an
 
 ``batch_of`` makes a ``DataProto`` of a step, for ``train_step`` and ``forward_step`` of a strategy. It says which rows
 share a micro-batch. For padded rows, it has ROLL's ``micro_batch_indices``. For packs, it has the number of each row's
-pack, which the function of ``install`` reads. ``rows_back`` puts results of forward packs in the order of the step's rows.
+pack, which the function of ``install`` reads. ``rows_back`` puts results of forward packs in the order of the step's
+rows.
 
 ROLL has no version: ``install`` warns if the sources of the two modules differ from those that were read.
 """

@@ -32,9 +32,9 @@ except ImportError as error:
 from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
-from streampack.integrations.adapter_begin import copies_of
-from streampack.integrations.fixed_steps import FixedSteps, check_stages
-from streampack.integrations.tried_versions import Tried
+from streampack.integrations.checks.fixed_steps import FixedSteps, check_stages
+from streampack.integrations.checks.rank_copies import copies_of
+from streampack.integrations.checks.tried_versions import Tried
 
 __all__ = ["StreampackDataLoader"]
 

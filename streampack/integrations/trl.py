@@ -17,7 +17,7 @@ import torch
 
 from streampack.core.trees.shared_prefixes import prefix_order
 from streampack.errors import UserError
-from streampack.integrations.tried_versions import Tried
+from streampack.integrations.checks.tried_versions import Tried
 from streampack.planning import plan_step
 
 __all__ = ["WindowBatcher", "install"]

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from streampack.errors import UserError
-from streampack.integrations.tried_versions import Tried
+from streampack.integrations.checks.tried_versions import Tried
 from streampack.planning import StepPlan, plan_step
 
 __all__ = ["install", "plan_micro_batches"]

@@ -3,8 +3,8 @@
 Importing this module registers both. VeOmni's text trainer then reads packs from a broker: ``data.train_path`` is the
 broker's address, ``data.datasets_type`` and ``data.dataloader.type`` are ``streampack``.
 
-The micro-batches are those of VeOmni's own collator: a pack is split into its samples, and the collator joins them as
-it joins the samples of VeOmni's buffer. The collator also shards them for sequence parallelism, so all ranks of one
+The micro-batches are those of VeOmni's own collator. A pack is split into its samples, and the collator joins them as
+it joins those of VeOmni's buffer. The collator also shards them for sequence parallelism, so all ranks of one
 data-parallel rank read the same packs. Padding of packs is left out; VeOmni pads by ``pad_to_length``.
 
 The label of a sample's first token is always -100, since no token predicts it. VeOmni's own loader keeps that label for
@@ -41,15 +41,16 @@ from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.errors import UserError
-from streampack.integrations.adapter_begin import warn_untried
-from streampack.integrations.fixed_steps import FixedSteps, check_stages
+from streampack.integrations.checks.fixed_steps import FixedSteps, check_stages
+from streampack.integrations.checks.tried_versions import Tried
 from streampack.packs.pack import Pack
 
 __all__ = ["VeomniDataLoader", "VeomniFeed"]
 
 MicroBatch = dict[str, Any]
 
-warn_untried("veomni", "0.1.12")
+TRIED = Tried("veomni", "0.1.12")
+TRIED.check(DATALOADER_REGISTRY, "register")
 
 
 @DATASET_REGISTRY.register("streampack")

@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 
 from streampack.errors import SampleError, UserError
-from streampack.integrations.tried_versions import Tried
+from streampack.integrations.checks.tried_versions import Tried
 from streampack.packs.step import Step
 from streampack.planning import plan_step
 from streampack.producer.push import Producer

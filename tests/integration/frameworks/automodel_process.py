@@ -120,7 +120,7 @@ def main() -> None:
     train_ft.TrainFinetuneRecipeForNextTokenPrediction.log_train_metrics = with_line
     os.environ["TORCHELASTIC_RUN_ID"] = "none"  # torchrun sets it
     sys.argv = ["automodel", sys.argv[1]]
-    sys.exit(app.main())
+    app.main()
 
 
 def serve() -> None:

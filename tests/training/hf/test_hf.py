@@ -423,7 +423,7 @@ def test_a_trainer_whose_own_arguments_come_first_is_given_them_by_name(tmp_path
 
 
 def test_a_rank_that_reads_for_another_is_refused(tmp_path: Path, loader: Any) -> None:
-    from streampack.integrations import hf_checks
+    from streampack.integrations.checks import hf_checks
 
     args = hf.arguments(tmp_path)
     hf_checks._check_mesh(streampack.Mesh(), args, 1)

@@ -28,6 +28,10 @@ class Tried:
         """Raise UserError unless ``owner`` has all attributes; warn once if another version is installed."""
         if missing := [name for name in names if not hasattr(owner, name)]:
             self._refuse(f"{_name_of(owner)} has no {', '.join(missing)}")
+        self.warn()
+
+    def warn(self) -> None:
+        """Warn once if another version is installed."""
         _warn_once(self)
 
     def check_parameters(self, theirs: Any, ours: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streampack.errors import MeshError, UserError
-from streampack.integrations.tried_versions import Tried
+from streampack.integrations.checks.tried_versions import Tried
 from streampack.views import hf_isolation
 
 TRIED = Tried("transformers", "5.24.0")

@@ -1,0 +1,7 @@
+"""What adapters check before they attach to a framework.
+
+- ``tried_versions``: the version of each framework that was tried, and a check of the internals that adapters use.
+- ``fixed_steps``: stages that end training in a framework which cannot change its own settings.
+- ``hf_checks``: settings of transformers and TRL that are unsuitable.
+- ``rank_copies``: the ranks that read the same packs.
+"""
