@@ -15,10 +15,11 @@ export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 install = if [ -x $(BIN)/uv ]; then $(UV) $(1); else false; fi || $(PIP) $(1)
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test tools soak fuzz lint kernels collected bench docs docs-serve docs-artifact dist dist-check clean
+.PHONY: help demo test test-frameworks tools soak fuzz lint kernels collected bench docs docs-serve docs-artifact dist dist-check clean
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
+	@echo "make test-frameworks   the tests of make test that run frameworks from their own entry points"
 	@echo "make tools   what the tests run and pip has not: prometheus, a headless Chromium, systemd-analyze, curl, ip"
 	@echo "make soak    10 minutes (SOAK_MINUTES): thousands of simulated runs, then real processes killed, frozen and slowed,"
 	@echo "             against offline golden runs"
@@ -83,6 +84,9 @@ test:
 	@$(MAKE) --no-print-directory -j 2 $(DEV) tools
 	@$(MAKE) --no-print-directory -j 2 lint $(if $(ARGS),kernels,collected)
 	$(BIN)/python -m pytest -n 5 --dist worksteal $(ARGS)
+
+test-frameworks: $(KERNELS)
+	$(BIN)/python -m pytest -n 2 tests/integration/frameworks $(ARGS)
 
 soak: $(DEV)
 	@$(BIN)/python -m tests.soak --minutes $(or $(SOAK_MINUTES),10) $(ARGS)

@@ -20,8 +20,8 @@ from streampack.integrations.hf import PackedTrainerMixin
 class PackedTrainer(PackedTrainerMixin, Trainer):
     def log(self, logs: dict[str, float], *_: Any) -> None:
         if "loss" in logs and self.is_world_process_zero():
-            step = self.packed_step
-            print(json.dumps({"step": step.index, "loss": logs["loss"], "digest": step.digest}), flush=True)
+            step, shown = self.packed_step, {name: logs[name] for name in ("loss", "grad_norm")}
+            print(json.dumps({"step": step.index, **shown, "digest": step.digest}), flush=True)
 
 
 folder, steps = sys.argv[1], int(sys.argv[2])

@@ -25,9 +25,9 @@ class Lines(MetricsProcessor):
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config): ...
 
-    def log(self, step: int, loss: float, *args: Any, **kwargs: Any) -> None:
+    def log(self, step: int, loss: float, most: float, grad_norm: float, *args: Any, **kwargs: Any) -> None:
         if os.environ["RANK"] == "0":
-            print(json.dumps({"step": step - 1, "loss": loss}), flush=True)
+            print(json.dumps({"step": step - 1, "loss": loss, "grad_norm": grad_norm}), flush=True)
 
 
 folder, steps = sys.argv[1], int(sys.argv[2])

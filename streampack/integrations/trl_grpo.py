@@ -71,6 +71,8 @@ def install(trainer: Any) -> None:
         >>> streampack.integrations.trl_grpo.install(trainer)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
+    if not any(kind.__name__ == "GRPOTrainer" for kind in type(trainer).__mro__):
+        raise UserError(f"got a trainer of type {type(trainer).__name__}, expected a GRPOTrainer of {TRIED.package}")
     TRIED.check(trainer, *USED)
     if getattr(trainer._compute_loss, "__module__", "") == __name__:
         return
