@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from streampack.core.columns.chunk_body import chunk_as
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
+from streampack.core.intake.chunk_check import ReceivedChunk
 from streampack.core.intake.intake import Intake
+from streampack.core.journal.key_index import KeyIndex
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import Field, from_bfloat16, to_bfloat16
 from streampack.core.model.keys.stream_keys import Overlong
@@ -236,9 +237,8 @@ def test_pieces_keep_their_own_labels_and_bytes(
     intake = Intake(1 << 20, admission.token_bytes)
     message = chunk_as(Samples, chunk)
     envelope = Envelope(run=1, epoch=1, fence=1, message=message, payload=tuple(map(memoryview, chunk.payload)))  # type: ignore[arg-type]
-    came = parse_chunk(envelope, message)
+    came = admission.check.verdict(envelope, message, terms, intake, KeyIndex(1))
     assert isinstance(came, ReceivedChunk)
-    assert admission.refusal(0, intake, came) is None
     assert chunk.num_bytes == sum(len(tokens) for tokens, _ in rows) * admission.token_bytes
     (store,), rejected = admission.admit(0, 0, intake, came)
     assert isinstance(store, Store)

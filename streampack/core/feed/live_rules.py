@@ -303,9 +303,7 @@ class LiveRules:
 
     def _set_terms(self, rules: Rules) -> None:
         """Let new samples meet the terms of ``rules``, and remember by which limits earlier ones were cut."""
-        terms = terms_of(rules, self._later)
-        self._admission.change_terms(terms)
-        self._leases.partitions.change_terms(self._feed, terms)
+        self._admission.change_terms(terms_of(rules, self._later))
         intakes = self._leases.partitions.intakes
         changes = self._history.changes[: self.applied]
         budgets = [self.after(number).budget for number in range(len(changes))]

@@ -6,7 +6,7 @@ A producer's message passes the files in this order:
 - ``producers``: the producers that are connected, which streams each offers, and which partitions each holds.
 - ``rebalance``: shares partitions out, and moves them when producers come and go.
 - ``credits``: sends each holder its lease, its credit, and which of its samples are safe.
-- ``chunk_check``: checks a chunk against itself, the declared fields and the stream's terms.
+- ``chunk_check``: checks a chunk against itself, the declared fields, the stream's terms, its position and credit.
 - ``partition_accounts``: records and admits a good chunk, and knows where each partition is read again from.
 - ``staged_intake``: lets samples wait for late fields, or for their turn, and admits those that are complete.
 - ``partition_records``: writes records of partitions to the log, and reads those of earlier brokers.

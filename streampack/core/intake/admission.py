@@ -7,7 +7,6 @@ from the loss mask or the labels. Streams and partitions have the numbers of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import field as field_
 from typing import Any
@@ -17,12 +16,11 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.intake.admission_kernels import enter
-from streampack.core.intake.chunk_check import Frames, ReceivedChunk, Unfit, malformed, unwanted
+from streampack.core.intake.chunk_check import ChunkCheck, ReceivedChunk
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.overlong import Pieces, apply_terms, drop_chunk, drop_some, drop_unfit_media
 from streampack.core.journal.key_index import REPEATED
 from streampack.core.layout.loss_tokens import counting, loss_tokens
-from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.media.media_counts import over_limits
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
@@ -88,37 +86,21 @@ class Admission:
         self, streams: list[StreamTerms], tokens: str, fields: tuple[Field, ...], max_sample_tokens: int,
         table: SampleTable, merge: FeedMerge,
     ) -> None:  # fmt: skip
-        self._streams, self._fields = streams, fields
-        widths = [(np.dtype(tokens).itemsize, 0)] + [
-            (field.value_bytes, 0) if field.axis == "token" else (0, field.value_bytes) for field in fields
-        ]
-        once = [True] + [field.axis == "token" and field.align == "token" for field in fields]
-        self._frames = Frames([INPUT_IDS, *(field.name for field in fields)], widths, once)
-        sent = [0, *(number for number, field in enumerate(fields, 1) if not field.late)]
-        self._sent = self._frames.only(sent)
-        self.token_bytes = sum(width for width, _ in widths)
-        self._max_sample_tokens = max_sample_tokens
+        self.terms, self._fields = streams, fields
+        self.check = ChunkCheck(tokens, fields, max_sample_tokens, table)
+        self.token_bytes = sum(width for width, _ in self.check.frames.widths)
         self._table, self._merge = table, merge
         self.counts = [StreamCounts() for _ in streams]
 
     def extend(self, streams: list[StreamTerms]) -> None:
         """Add the streams that new rules contain; ``streams`` lists all streams, the existing ones first."""
-        more = streams[len(self._streams) :]
-        self._streams = [*self._streams, *more]
+        more = streams[len(self.terms) :]
+        self.terms = [*self.terms, *more]
         self.counts += [StreamCounts() for _ in more]
 
     def change_terms(self, streams: list[StreamTerms]) -> None:
         """Let the samples that come from now on meet these terms; the last streams may lack."""
-        self._streams = [*streams, *self._streams[len(streams) :]]
-
-    def refusal(self, stream: int, intake: Intake, chunk: ReceivedChunk) -> Unfit | None:
-        """Return the reason that a chunk is rejected; None if it is good."""
-        frames = self._sent if self._streams[stream].late else self._frames
-        if wrong := malformed(chunk, frames, self._max_sample_tokens, intake.total):
-            return "malformed", wrong
-        if intake.awaited and (changed := self._changed(stream, intake, chunk)):
-            return "source_changed", changed
-        return unwanted(chunk, self._streams[stream])
+        self.terms = [*streams, *self.terms[len(streams) :]]
 
     def admit(
         self, stream: int, p: int, intake: Intake, chunk: ReceivedChunk, stale: bool = False,
@@ -140,14 +122,14 @@ class Admission:
         counts, message, every = self.counts[stream], chunk.message, chunk.lengths
         stop, begin = chunk.stop_seq, intake.expected_seq
         known = stop if intake.closed else min(max(intake.known_seq, begin), stop)
-        payload, sent = chunk.frames, self._frames
+        payload = chunk.frames
         if chunk.tree is not None:
-            payload = chunk.tree.whole_rows(payload, sent.widths, sent.once)
+            payload = chunk.tree.whole_rows(payload, self.check.frames.widths, self.check.frames.once)
         effects = self._fill_in(stream, intake, chunk, payload, begin, known) if intake.awaited else []
         kept_tokens, kept_extra, rejected = 0, 0, _NONE
         if known < stop:
             skip = known - message.base_seq
-            terms = self._streams[stream]
+            terms = self.terms[stream]
             pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip, chunk.tree)
             if chunk.media is not None and not stale:
                 if message.keep == "pack" and over_limits(chunk.media.total(), terms.limits).any():
@@ -160,7 +142,7 @@ class Admission:
             store, kept_tokens = self._enter(stream, p, chunk, payload, skip, pieces)
             effects.append(store)
             kept_extra = int(self._table.extra_bytes[store.handles].sum()) if chunk.media is not None else 0
-            if message.pass_ended and self._streams[stream].barriers:
+            if message.pass_ended and self.terms[stream].barriers:
                 self._merge.current.end_pass(p)
             if len(store.handles) < len(pieces.length):
                 rejected = known + pieces.source[pieces.length == 0]
@@ -193,7 +175,7 @@ class Admission:
         Returns:
             The effect that stores the tokens of the pieces, and their number.
         """
-        terms, table, message = self._streams[stream], self._table, chunk.message
+        terms, table, message = self.terms[stream], self._table, chunk.message
         handles = table.take(int(np.count_nonzero(pieces.length)))
         entries, stored = np.empty(len(pieces.length), np.int64), np.empty((3, len(pieces.length)), np.int64)
         first = int(index_of(message.base_seq, message.partition, terms.partitions))
@@ -219,40 +201,16 @@ class Admission:
         self._merge.current.push(p, entries, pieces.length, pieces.part)
         return _store(chunk, handles, starts, lengths, rows, payload), tokens
 
-    def _awaited(self, intake: Intake, begin: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield (sequence number, handle) of the samples ``begin <= seq < stop`` whose payload is awaited."""
-        for seq in range(begin, stop):
-            for handle in intake.awaited.get(seq, ()):
-                yield seq, handle
-
-    def _changed(self, stream: int, intake: Intake, chunk: ReceivedChunk) -> str:
-        """Return an error text if a sample that is read again differs from the sample admitted first; else empty."""
-        terms, table, message = self._streams[stream], self._table, chunk.message
-        lengths, crcs, stop = chunk.lengths, chunk.crcs, min(intake.known_seq, chunk.stop_seq)
-        for seq, handle in self._awaited(intake, max(intake.expected_seq, message.base_seq), stop):
-            at, part, known = seq - message.base_seq, int(table.part[handle]), int(table.length[handle])
-            limit = intake.limit_of(seq, terms.limit)
-            cut = int(lengths[at]) > limit
-            length = min(int(lengths[at]) - part * limit, limit) if cut else int(lengths[at])
-            if (length, int(crcs[at])) != (known, int(table.crc[handle])):
-                index = index_of(seq, message.partition, terms.partitions)
-                return (
-                    f"sample {terms.name}:{index}: got {length} tokens with checksum {int(crcs[at]):08x}, expected "
-                    f"{known} tokens with checksum {int(table.crc[handle]):08x}, as in the first read. Restore the "
-                    f"data, the tokenizer and its settings, or start a new run."
-                )
-        return ""
-
     def _fill_in(
         self, stream: int, intake: Intake, chunk: ReceivedChunk, payload: tuple[Any, ...], begin: int, stop: int
     ) -> list[Effect]:
         """Store the tokens of the awaited samples ``begin <= seq < stop``; ``payload`` as for ``_enter``."""
-        awaited = list(self._awaited(intake, begin, stop))
+        awaited = list(intake.awaited_pieces(begin, stop))
         if not awaited:
             return []
         rows, every = np.array([seq - chunk.message.base_seq for seq, _ in awaited]), chunk.lengths
         handles = np.array([handle for _, handle in awaited])
-        limits = np.array([intake.limit_of(seq, self._streams[stream].limit) for seq, _ in awaited])
+        limits = np.array([intake.limit_of(seq, self.terms[stream].limit) for seq, _ in awaited])
         offsets = (np.cumsum(every) - every)[rows] + self._table.part[handles] * limits
         for seq, _ in awaited:
             intake.awaited.pop(seq, None)

@@ -1,13 +1,14 @@
-"""Checks of a chunk that a producer has sent: against itself, the feed's fields, and the stream's terms.
+"""Checks of a chunk that a producer has sent: ``ChunkCheck.verdict`` makes them all.
 
-Later, ``intake`` checks the chunk against the producer's credit. If samples are read again, ``admission`` compares them
-with the samples that came first.
+They are against the chunk itself, the feed's fields, the stream's terms, the position in the partition, and credit.
+Samples that are read again are compared with the samples that came first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,18 +17,28 @@ from numpy.typing import NDArray
 
 from streampack.core.columns.chunk_body import optional_columns
 from streampack.core.intake.admission_kernels import measure
-from streampack.core.journal.key_index import KEY_BYTES
+from streampack.core.intake.intake import Intake
+from streampack.core.journal.key_index import KEY_BYTES, KeyIndex
+from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.media.media_counts import MediaOfChunk, media_of_chunk, over_limits
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES, MOST_VERSION
+from streampack.core.model.fields import Field
 from streampack.core.model.keys.planning_keys import MediaLimits
 from streampack.core.model.lease_terms import StreamTerms
-from streampack.core.model.samples import I64, U32, index_of
+from streampack.core.model.samples import I64, U32, SampleTable, index_of
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
 from streampack.core.trees.chunk_trees import ChunkTree, tree_of
 
 Unfit = tuple[str, str]
 """Reason that a chunk is rejected: (code of the error, its text)."""
+
+
+class NotTaken(Enum):
+    """Reason that a good chunk is not taken: it was taken before, or is not the next one that credit allows."""
+
+    DUPLICATE = auto()
+    OUT_OF_TURN = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,45 +134,67 @@ class Frames(NamedTuple):
     widths: Sequence[tuple[int, int]]
     once: Sequence[bool]
 
-    def only(self, numbers: Sequence[int]) -> Frames:
-        """Return the frames with these numbers."""
-        names, widths, once = ([column[number] for number in numbers] for column in self)
-        return Frames(names, widths, once)  # type: ignore[arg-type]  # columns keep their types
+
+def _frames(tokens: str, fields: Sequence[Field]) -> Frames:
+    """Return the payload frames of chunks with tokens of dtype ``tokens`` and these fields."""
+    widths = [(np.dtype(tokens).itemsize, 0)] + [
+        (field.value_bytes, 0) if field.axis == "token" else (0, field.value_bytes) for field in fields
+    ]
+    once = [True] + [field.axis == "token" and field.align == "token" for field in fields]
+    return Frames([INPUT_IDS, *(field.name for field in fields)], widths, once)
 
 
-def malformed(chunk: ReceivedChunk, frames: Frames, max_sample_tokens: int, total: int | None) -> str:
-    """Return an error text if a chunk contradicts itself, its frames or the limits; empty if it does not.
+class ChunkCheck:
+    """Checks the chunks of one feed; ``table`` has the metadata of all samples."""
 
-    Args:
-        chunk: The chunk.
-        frames: The payload frames that the feed declares.
-        max_sample_tokens: Limit of a sample's tokens.
-        total: Samples of the partition, if its end is known.
-    """
-    count, payload, message = len(chunk.lengths), chunk.frames, chunk.message
-    if total is not None and chunk.stop_seq > total:
-        return f"got sample {chunk.stop_seq - 1}, but the partition ended after {total} samples"
-    if len(payload) != len(frames.widths):
-        return f"got {len(payload)} payload frames, expected {len(frames.widths)}, for the tokens and every field"
-    if chunk.wrong_loss:
-        return (
-            "got a sample with as many loss tokens as tokens, expected fewer, because the last token has no next token"
-        )
-    columns = zip(frames.widths, payload, frames.names, frames.once, strict=True)
-    for (by_token, by_sample), frame, name, once in columns:
-        tokens = chunk.own_tokens if once else chunk.num_tokens
-        got, expected = len(frame), tokens * by_token + count * by_sample
-        if got != expected:
-            return f"got {got} payload bytes of {name}, expected {expected} bytes for the given lengths"
-    if chunk.longest > max_sample_tokens:
-        return f"got a sample of {chunk.longest} tokens, expected at most {max_sample_tokens}"
-    rejected = sum(message.rejected.values())
-    if rejected > chunk.num_empty:
-        return f"got {rejected} rejected samples, expected at most {chunk.num_empty}, the number of empty samples"
-    return ""
+    def __init__(self, tokens: str, fields: Sequence[Field], max_sample_tokens: int, table: SampleTable) -> None:
+        self.frames = _frames(tokens, fields)
+        self._sent_frames = _frames(tokens, [field for field in fields if not field.late])
+        self._max_sample_tokens, self._table = max_sample_tokens, table
+
+    def verdict(
+        self, envelope: Envelope, message: Samples, terms: StreamTerms, intake: Intake, keys: KeyIndex
+    ) -> ReceivedChunk | NotTaken | Unfit:
+        """Return the chunk of a message if it is good and the next one of ``intake``, else why it is not taken."""
+        chunk = parse_chunk(envelope, message, terms)
+        if isinstance(chunk, str):
+            return "malformed", chunk
+        if wrong := self._malformed(chunk, self._sent_frames if terms.late else self.frames, intake.total):
+            return "malformed", wrong
+        if intake.awaited and (changed := _changed(chunk, terms, intake, self._table)):
+            return "source_changed", changed
+        return _unwanted(chunk, terms) or _not_taken(chunk, intake, keys) or chunk
+
+    def _malformed(self, chunk: ReceivedChunk, frames: Frames, total: int | None) -> str:
+        """Return an error text if a chunk contradicts itself, its frames or the limits; empty if it does not.
+
+        ``total``: samples of the partition, if its end is known.
+        """
+        count, payload, message = len(chunk.lengths), chunk.frames, chunk.message
+        if total is not None and chunk.stop_seq > total:
+            return f"got sample {chunk.stop_seq - 1}, but the partition ended after {total} samples"
+        if len(payload) != len(frames.widths):
+            return f"got {len(payload)} payload frames, expected {len(frames.widths)}, for the tokens and every field"
+        if chunk.wrong_loss:
+            return (
+                "got a sample with as many loss tokens as tokens, expected fewer, because the last token has no next "
+                "token"
+            )
+        columns = zip(frames.widths, payload, frames.names, frames.once, strict=True)
+        for (by_token, by_sample), frame, name, once in columns:
+            tokens = chunk.own_tokens if once else chunk.num_tokens
+            got, expected = len(frame), tokens * by_token + count * by_sample
+            if got != expected:
+                return f"got {got} payload bytes of {name}, expected {expected} bytes for the given lengths"
+        if chunk.longest > self._max_sample_tokens:
+            return f"got a sample of {chunk.longest} tokens, expected at most {self._max_sample_tokens}"
+        rejected = sum(message.rejected.values())
+        if rejected > chunk.num_empty:
+            return f"got {rejected} rejected samples, expected at most {chunk.num_empty}, the number of empty samples"
+        return ""
 
 
-def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
+def _unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
     """Return the reason that a stream's terms reject a chunk; None if they accept it."""
     message = chunk.message
     if message.policy_version is not msgspec.UNSET and message.policy_version > MOST_VERSION:
@@ -199,6 +232,40 @@ def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
         f"{terms.limit}, the budget. Set `overlong` of the rules or of the stream to truncate, split or drop, or raise "
         f"`rules.budget`."
     )
+
+
+def _changed(chunk: ReceivedChunk, terms: StreamTerms, intake: Intake, table: SampleTable) -> str:
+    """Return an error text if a sample that is read again differs from the sample admitted first; else empty."""
+    message, lengths, crcs = chunk.message, chunk.lengths, chunk.crcs
+    begin, stop = max(intake.expected_seq, message.base_seq), min(intake.known_seq, chunk.stop_seq)
+    for seq, handle in intake.awaited_pieces(begin, stop):
+        row, part, first_length = seq - message.base_seq, int(table.part[handle]), int(table.length[handle])
+        limit = intake.limit_of(seq, terms.limit)
+        is_cut = int(lengths[row]) > limit
+        length = min(int(lengths[row]) - part * limit, limit) if is_cut else int(lengths[row])
+        if (length, int(crcs[row])) != (first_length, int(table.crc[handle])):
+            index = index_of(seq, message.partition, terms.partitions)
+            return (
+                f"sample {terms.name}:{index}: got {length} tokens with checksum {int(crcs[row]):08x}, expected "
+                f"{first_length} tokens with checksum {int(table.crc[handle]):08x}, as in the first read. Restore the "
+                f"data, the tokenizer and its settings, or start a new run."
+            )
+    return ""
+
+
+def _not_taken(chunk: ReceivedChunk, intake: Intake, keys: KeyIndex) -> NotTaken | None:
+    """Return the reason that a good chunk is not taken now; None if it is the next one, and credit allows it."""
+    message, next_seq = chunk.message, intake.next_seq
+    if chunk.stop_seq <= next_seq:
+        return NotTaken.DUPLICATE
+    num_bytes = chunk.num_tokens * intake.token_bytes + chunk.extra_bytes
+    if message.base_seq > next_seq or intake.behind or not intake.fits(chunk.stop_seq, num_bytes):
+        return NotTaken.OUT_OF_TURN
+    if intake.pushed and message.base_seq < next_seq:
+        return NotTaken.OUT_OF_TURN  # the log has a part of the chunk
+    if message.keys and message.write == keys.write and len(chunk.lengths) > keys.room:
+        return NotTaken.OUT_OF_TURN  # it may come again with credit for the keys that the index has room for
+    return None
 
 
 def _unfit_keys(chunk: ReceivedChunk, terms: StreamTerms) -> str:

@@ -100,7 +100,7 @@ class Credits:
         size = self._capacity
         lease = lease_of(terms, stream.rules, p - stream.first, size.max_sample_tokens, size.max_chunk_bytes)
         cursor = intake.last_cursor or self._partitions.begins.get(terms.name)
-        lease = msgspec.structs.replace(lease, first_seq=self._partitions.next_seq(p), cursor=cursor)
+        lease = msgspec.structs.replace(lease, first_seq=intake.next_seq, cursor=cursor)
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 
     def flow(self, p: int, repeat: bool = False) -> list[Effect]:
@@ -124,7 +124,7 @@ class Credits:
         self._granted[p] = (seq, size)
         stream = self._partitions.stream_of[p]
         flow = Flow(
-            stream=stream.terms.name, partition=p - stream.first, expected_seq=self._partitions.next_seq(p),
+            stream=stream.terms.name, partition=p - stream.first, expected_seq=intake.next_seq,
             grant_seq=seq, grant_bytes=size, durable_seq=intake.recorded.durable_seq,
             durable_marks=intake.recorded.durable_marks,
             ended=self._needs_no_more(p), write=keys.safe_write(self._journal.safe_upto),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from streampack.core.journal.history import ChunkPlace
@@ -153,6 +154,7 @@ class Intake:
         staged: Samples that came and wait for their late fields; None if the feed has none. They have numbers of their
             own.
         limits: The limits by which earlier samples were cut, as (first sample after them, limit), in order.
+        pushed: True for a partition of a pushed stream.
         more_bytes: Bytes that may wait beyond ``quota_bytes``; only in a paced feed, where tickets bound the samples.
     """
 
@@ -174,6 +176,7 @@ class Intake:
     staged: StagedPartition | None = None
     more_bytes: int = 0
     limits: list[tuple[int, int]] = field(default_factory=list)
+    pushed: bool = False
     _floors: list[Floor] = field(default_factory=list)
 
     def go_to(self, floor: Floor, known_seq: int, merged_tokens: int) -> None:
@@ -212,6 +215,17 @@ class Intake:
         program before the other partitions have the batch. The rows of the samples stay below ``quota_bytes``, too.
         """
         return max(MAX_UNMERGED, min(2 * self.recorded.largest_batch, self.quota_bytes // ROW_BYTES))
+
+    def awaited_pieces(self, begin: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield (sequence number, handle) of the samples ``begin <= seq < stop`` whose payload is awaited."""
+        for seq in range(begin, stop):
+            for handle in self.awaited.get(seq, ()):
+                yield seq, handle
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the sample that the holder of the partition is to send next."""
+        return self.sent_seq if self.pushed else self.expected_seq
 
     @property
     def sent_seq(self) -> int:

@@ -1,9 +1,10 @@
 """The producers' side of the broker: handles the messages of producers, and gets samples for the feeds.
 
-A producer offers streams and gets leases of partitions (``rebalance``), with credit (``credits``). A chunk is taken if
-it is the next one of its partition (``partition_accounts``). Messages of an older session or an older broker change
-nothing. A producer that breaks the protocol, or reports a failure, loses its leases; trainers that wait for its samples
-get the reason. When a feed goes back or forward, new sessions read its partitions from the new position.
+A producer offers streams and gets leases of partitions (``rebalance``), with credit (``credits``). A chunk that is good
+and the next one of its partition (``chunk_check``) is recorded and admitted (``partition_accounts``). Messages of an
+older session or an older broker change nothing. A producer that breaks the protocol, or reports a failure, loses its
+leases; trainers that wait for its samples get the reason. When a feed goes back or forward, new sessions read its
+partitions from the new position.
 
 A partition is named by its number ``p``, which counts the partitions of all feeds.
 """
@@ -11,7 +12,7 @@ A partition is named by its number ``p``, which counts the partitions of all fee
 from __future__ import annotations
 
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.chunk_check import parse_chunk
+from streampack.core.intake.chunk_check import NotTaken, ReceivedChunk
 from streampack.core.intake.credits import Credits
 from streampack.core.intake.partition_accounts import PartitionAccounts
 from streampack.core.intake.partition_records import PartitionRecords
@@ -342,7 +343,7 @@ class Leases:
     def _on_sent(self, message: Sent, producer: ConnectedProducer, p: int, envelope: Envelope) -> list[Effect]:
         """Ask for samples that were lost, or repeat the credit."""
         intake = self.partitions.intakes[p]
-        lost = message.next_seq > self.partitions.next_seq(p) and not self.credits.drained and not intake.unwanted
+        lost = message.next_seq > intake.next_seq and not self.credits.drained and not intake.unwanted
         return self.credits.again(p) if lost else self.credits.flow(p, repeat=True)
 
     @_from_holders.of(Samples)
@@ -352,26 +353,17 @@ class Leases:
         if self.credits.drained:
             return []
         after_end = intake.staged is not None and intake.staged.end is not None
-        if intake.unwanted or (intake.closed and stream.terms.pushed) or after_end:
+        if intake.unwanted or (intake.closed and intake.pushed) or after_end:
             return self.credits.flow(p, repeat=True)
         if stream.merge.awaits_state:
             return []  # a new session begins soon
-        chunk = parse_chunk(envelope, message, stream.terms)
-        if isinstance(chunk, str):
-            return self._expel(producer, "malformed", chunk, p)
-        unfit = stream.admission.refusal(stream.number, intake, chunk)
-        if unfit is not None:
-            return self._expel(producer, *unfit, p)
-        if chunk.stop_seq <= self.partitions.next_seq(p):
+        chunk = stream.admission.check.verdict(envelope, message, stream.terms, intake, stream.keys)
+        if chunk is NotTaken.DUPLICATE:
             return self.credits.flow(p, repeat=True)
-        num_bytes = chunk.num_tokens * intake.token_bytes + chunk.extra_bytes
-        fits = intake.fits(chunk.stop_seq, num_bytes) and not intake.behind
-        if message.base_seq > self.partitions.next_seq(p) or not fits:
+        if chunk is NotTaken.OUT_OF_TURN:
             return self.credits.again(p)
-        if stream.terms.pushed and message.base_seq < intake.sent_seq:
-            return self.credits.again(p)  # the log has a part of the chunk
-        if message.keys and message.write == stream.keys.write and len(chunk.lengths) > stream.keys.room:
-            return self.credits.again(p)  # with credit for the keys that the index has room for
+        if not isinstance(chunk, ReceivedChunk):
+            return self._expel(producer, *chunk, p)
         self.producers.failures.pop(p, None)
         taken = self.accounts.take(p, chunk) if intake.staged is None else self.staged.stage(p, chunk)
         return taken + self.credits.settle(p) + self.credits.flow(p, repeat=intake.closed)
@@ -382,9 +374,9 @@ class Leases:
         intake = self.partitions.intakes[p]
         if intake.unwanted:
             return self.credits.flow(p, repeat=True)
-        if message.total > self.partitions.next_seq(p):
+        if message.total > intake.next_seq:
             return self.credits.again(p)
-        taken = max(self.partitions.next_seq(p), intake.known_seq)
+        taken = max(intake.next_seq, intake.known_seq)
         known_total = intake.recorded.known_total
         if intake.staged is not None and intake.staged.end is not None:
             known_total = intake.staged.end[1].total

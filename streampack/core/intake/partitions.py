@@ -18,7 +18,7 @@ from streampack.core.journal.history import History
 from streampack.core.journal.key_index import KeyIndex
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.capacity import MAX_KEYS
-from streampack.core.model.lease_terms import StreamTerms, terms_of
+from streampack.core.model.lease_terms import StreamTerms
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Cursor
@@ -45,7 +45,6 @@ class Stream:
 
     Attributes:
         feed: Name of the feed.
-        terms: The rules that the stream's samples have to meet, which a stage may change.
         admission: Admits the feed's samples.
         merge: The feed's merge.
         rules: The feed's rules when the stream was added.
@@ -57,7 +56,6 @@ class Stream:
     """
 
     feed: str
-    terms: StreamTerms
     admission: Admission
     merge: FeedMerge
     rules: Rules
@@ -66,6 +64,11 @@ class Stream:
     first: int
     first_in_feed: int
     keys: KeyIndex
+
+    @property
+    def terms(self) -> StreamTerms:
+        """The rules that the stream's samples have to meet; a stage may change them."""
+        return self.admission.terms[self.number]
 
     @property
     def in_order(self) -> bool:
@@ -93,9 +96,9 @@ class Partitions:
         """The stream of each partition."""
         self.intakes: list[Intake] = []
         """The intake of each partition."""
-        self.begins: dict[str, Cursor] = {}
         self.old_order: set[str] = set()
         """Streams that a snapshot of an earlier version has: their sources are read in the order of that version."""
+        self.begins: dict[str, Cursor] = {}
         """Cursor of the first sample of each stream's source, where one is recorded, by stream."""
         self._of_feed: dict[str, list[int]] = {}
 
@@ -105,24 +108,19 @@ class Partitions:
     def open(self, feed: str, rules: Rules, admission: Admission, merge: FeedMerge, history: History) -> None:
         """Add the new streams of ``feed``; their samples go to ``admission`` and ``merge``."""
         first_in_feed = len(self.of_feed(feed))
-        for number, terms in enumerate(terms_of(rules)):
+        for number, terms in enumerate(admission.terms):
             if terms.name in self.streams:
                 continue
             keys = KeyIndex(self._max_keys)
-            stream = Stream(feed, terms, admission, merge, rules, history, number, len(self), first_in_feed, keys)
+            stream = Stream(feed, admission, merge, rules, history, number, len(self), first_in_feed, keys)
             self.streams[terms.name] = stream
             self.stream_of += [stream] * terms.partitions
             quota, size = self.quota_tokens * rules.token_bytes, rules.token_bytes
-            self.intakes += [Intake(quota, size) for _ in range(terms.partitions)]
+            self.intakes += [Intake(quota, size, pushed=terms.pushed) for _ in range(terms.partitions)]
             for p in range(stream.first, len(self)) if (rules.late_fields or rules.paces) and terms.pushed else ():
                 self.intakes[p].staged = self._staging.open(feed, p, terms.name, p - stream.first, rules)
             self.of_feed(feed).extend(range(stream.first, len(self)))
             first_in_feed += terms.partitions
-
-    def change_terms(self, feed: str, terms: list[StreamTerms]) -> None:
-        """Let the samples of the streams of ``feed`` that come from now on meet these terms."""
-        for stream, its in zip(self.streams_of(feed), terms, strict=False):
-            stream.terms = its
 
     def of_feed(self, feed: str) -> list[int]:
         """Return the numbers of the partitions of ``feed``, in the feed's own order."""
@@ -168,11 +166,6 @@ class Partitions:
         """Return the number with which sample ``seq`` of a partition with late fields was sent; -1 if it is lost."""
         place = self.intakes[p].recorded.place_of(seq)
         return -1 if place is None or place.sent is None else int(place.sent[seq - place.base_seq])
-
-    def next_seq(self, p: int) -> int:
-        """Return the sequence number of the sample that the holder of partition ``p`` is to send next."""
-        intake = self.intakes[p]
-        return intake.sent_seq if self.stream_of[p].terms.pushed else intake.expected_seq
 
     def granted(self, stream: str) -> Granted:
         """Return the credit of a stream: tokens granted, tokens that wait for the merge, and samples still to come."""

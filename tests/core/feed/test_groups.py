@@ -20,6 +20,7 @@ from streampack.core.intake.admission import Admission
 from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.overlong import apply_terms
+from streampack.core.journal.key_index import KeyIndex
 from streampack.core.journal.log_records import (
     BatchMarked,
     ChunkAdmitted,
@@ -290,9 +291,11 @@ def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, st
     admission = Admission([terms], "int32", (), 1000, SampleTable(), merge)
     chunk = message_of(("s", 0), 7, lengths, keep=keep)
     envelope = Envelope(run=1, epoch=1, fence=1, message=chunk, payload=(memoryview(bytes(4 * sum(lengths))),))
-    came = parse_chunk(envelope, chunk)
-    assert isinstance(came, ReceivedChunk)
-    return admission.refusal(0, Intake(1 << 20, 4), came)
+    intake = Intake(1 << 20, 4)
+    intake.go_to((7, None), 0, 0)
+    verdict = admission.check.verdict(envelope, chunk, terms, intake, KeyIndex(1))
+    assert isinstance(verdict, ReceivedChunk | tuple)
+    return verdict if isinstance(verdict, tuple) else None
 
 
 @pytest.mark.parametrize(
