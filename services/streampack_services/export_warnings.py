@@ -79,7 +79,7 @@ def warnings(place: str, files: Files, run: str) -> Iterator[str]:
 
 def _streams(place: str, files: Files) -> Iterator[str]:
     """Yield a warning about streams that only one of both files has, and one about the producers of the example."""
-    whose = files.produce or "the producer.yaml of the example"
+    file = files.produce or "the producer.yaml of the example"
     sent = [EXAMPLE_STREAM] if files.producer is None else list(files.producer.streams)
     config = files.config or "the broker.yaml of the example"
     pushed = {EXAMPLE_STREAM: False}
@@ -101,10 +101,10 @@ def _streams(place: str, files: Files) -> Iterator[str]:
             )
     for name in sent:
         if pushed.get(name):
-            yield f"{whose} has a source for the stream {name}, which programs push ({config}). Remove one of both"
+            yield f"{file} has a source for the stream {name}, which programs push ({config}). Remove one of both"
         elif name not in pushed:
             yield (
-                f"{whose} sends the stream {name}, which {config} does not have. Write there, under streams: "
+                f"{file} sends the stream {name}, which {config} does not have. Write there, under streams: "
                 f"{name}: {{}}"
             )
     for name, is_pushed in pushed.items():

@@ -176,24 +176,24 @@ class Prefetching:
 
         The session hears only of waits longer than a tick: an event for each wait would wake the thread twice a step.
         """
-        told = False
+        is_logged = False
         try:
             with self._changed:
                 while not condition():
                     if self._error is not None:
                         raise self._error
                     self.check_usable()
-                    if self._changed.wait(timeout=SAY_S if told else TICK_S) or condition():
+                    if self._changed.wait(timeout=SAY_S if is_logged else TICK_S) or condition():
                         continue
-                    if told:
+                    if is_logged:
                         about = {"feed": self.session.feed, "rank": self._mesh.rank}
                         level = logging.INFO if self.session.waits_for_batch() else logging.WARNING
                         log.log(level, "%s: waiting for %s", self._mesh, self.waiting_for(), extra={"about": about})
                     else:
-                        told = True
+                        is_logged = True
                         self.tell(Waiting(True))
         finally:
-            if told:
+            if is_logged:
                 self.tell(Waiting(False))
 
     def waiting_for(self) -> str:
@@ -404,14 +404,14 @@ class Prefetching:
 
         Raises UserError if the format does not suit rules that the step before did not have.
         """
-        came, first = step.rules, attached.rules
-        assert came is not None, "as build_step has made it"
-        if came is first:
+        rules, first = step.rules, attached.rules
+        assert rules is not None, "as build_step has made it"
+        if rules is first:
             return first
-        if came != self._stage_rules[0]:
-            whole = msgspec.structs.replace(came, streams=first.streams)
+        if rules != self._stage_rules[0]:
+            whole = msgspec.structs.replace(rules, streams=first.streams)
             self._views.fit(whole, attached.layout)
-            self._stage_rules = came, whole
+            self._stage_rules = rules, whole
         return self._stage_rules[1]
 
     def _end(self, stage_ends: tuple[int, str, str] | None) -> None:

@@ -90,19 +90,19 @@ def load(state: Any, origin: Origin) -> Begin:
     """
     version = state.get("version") if isinstance(state, dict) else None
     if version != VERSION or isinstance(version, bool):
-        what = f"version: got {version!r}" if isinstance(state, dict) else f"got a {type(state).__name__}"
+        problem = f"version: got {version!r}" if isinstance(state, dict) else f"got a {type(state).__name__}"
         raise StateError(
-            f"{what}, expected a dict from state_dict() with version {VERSION}. Load a state that this version of "
+            f"{problem}, expected a dict from state_dict() with version {VERSION}. Load a state that this version of "
             "streampack saved"
         )
     try:
         saved = msgspec.convert(state, SavedState)
     except (msgspec.ValidationError, RecursionError, UnicodeEncodeError) as error:
         raise StateError(f"state: {error}. Load the dict from state_dict() unchanged") from None
-    for key, got, expected in (("run", saved.run, origin.name), ("feed", saved.feed, origin.feed)):
-        if got != expected:
+    for key, saved_value, expected in (("run", saved.run, origin.name), ("feed", saved.feed, origin.feed)):
+        if saved_value != expected:
             raise StateError(
-                f"{key}: got {got!r}, expected {expected!r}. The checkpoint belongs to another {key}. Load a "
+                f"{key}: got {saved_value!r}, expected {expected!r}. The checkpoint belongs to another {key}. Load a "
                 f"checkpoint of this {key}, or connect to the other {key}"
             )
     if saved.rules.digest != origin.rules.digest:
@@ -151,8 +151,8 @@ def _difference(text: str, rules: Rules) -> str:
             f"`rules: {{{', '.join(lines)}}}` in broker.yaml (for a feed with rules of its own, there), or pass both "
             f"to `local`"
         )
-    for path, got, expected in _unequal("rules", other, rules):
-        return f"{path}: got {got!r}, expected {expected!r} as in the run. Restore the broker's rules"
+    for path, saved_value, expected in _unequal("rules", other, rules):
+        return f"{path}: got {saved_value!r}, expected {expected!r} as in the run. Restore the broker's rules"
     return (
         f"rules.digest: got another digest than that of the state's rules, expected {other.digest}. Restore the "
         "broker's rules"

@@ -161,19 +161,19 @@ def resolved(stage: StageSettings, rules: Rules, terms: MeshTerms) -> Stage:
     Raises:
         ValueError: The stage changes nothing, or something that this feed cannot change.
     """
-    tree = msgspec.to_builtins(stage.rules)
-    if not tree and stage.weights is None and stage.planned_mesh is None:
+    values = msgspec.to_builtins(stage.rules)
+    if not values and stage.weights is None and stage.planned_mesh is None:
         raise ValueError("got a stage that changes nothing, expected the key rules, weights or planned_mesh")
-    _check_feed(stage, tree, rules)
-    keys = {key: tree[key] for key in ("packer", "max_samples_per_pack", "tail", "overlong") if key in tree}
-    if "window" in tree:
-        keys["window"] = tree["window"] if tree["window"] == "auto" else tree["window"]["samples"]
-    if "limits" in tree:
-        keys["limits"] = tree["limits"] and _laid("limits", rules.limits or MediaLimits(), tree["limits"])
-    if "align" in tree or stage.planned_mesh is not None:
-        keys["align"] = _align(stage, tree.get("align", {}), rules, terms)
-    if "balance" in tree or (stage.planned_mesh is not None and rules.balance.kind == "joint"):
-        keys["balance"] = _balance(tree.get("balance", {}), rules, stage.planned_mesh, terms)
+    _check_feed(stage, values, rules)
+    keys = {key: values[key] for key in ("packer", "max_samples_per_pack", "tail", "overlong") if key in values}
+    if "window" in values:
+        keys["window"] = values["window"] if values["window"] == "auto" else values["window"]["samples"]
+    if "limits" in values:
+        keys["limits"] = values["limits"] and _laid("limits", rules.limits or MediaLimits(), values["limits"])
+    if "align" in values or stage.planned_mesh is not None:
+        keys["align"] = _align(stage, values.get("align", {}), rules, terms)
+    if "balance" in values or (stage.planned_mesh is not None and rules.balance.kind == "joint"):
+        keys["balance"] = _balance(values.get("balance", {}), rules, stage.planned_mesh, terms)
     align = keys.get("align", rules.align)
     keys |= _value(getattr(stage.rules, "budget", UNSET), "budget", "warmup", align)
     keys |= _value(getattr(getattr(stage.rules, "step", UNSET), "packs", UNSET), "packs", "packs_ramp", align)
@@ -181,8 +181,8 @@ def resolved(stage: StageSettings, rules: Rules, terms: MeshTerms) -> Stage:
     return Stage(name=stage.name, at=begin, rules=StageRules(**keys), weights=stage.weights, over=stage.over or 0)
 
 
-def _check_feed(stage: StageSettings, tree: dict[str, Any], rules: Rules) -> None:
-    """Raise ValueError if a feed with ``rules`` cannot have the stage; ``tree``: the stage's rules."""
+def _check_feed(stage: StageSettings, values: dict[str, Any], rules: Rules) -> None:
+    """Raise ValueError if a feed with ``rules`` cannot have the stage; ``values``: the stage's rules."""
     if stage.over is not None and stage.weights is None:
         raise ValueError(
             f"got `over: {stage.over}` without `weights`, expected the weights to which the mixture changes"
@@ -191,12 +191,12 @@ def _check_feed(stage: StageSettings, tree: dict[str, Any], rules: Rules) -> Non
         raise ValueError(
             "got `weights` with `merge: arrival`, expected no weights, because samples are merged in order of arrival"
         )
-    if rules.batch is not None and (wrong := [key for key in ("step", "window") if key in tree]):
+    if rules.batch is not None and (wrong := [key for key in ("step", "window") if key in values]):
         raise ValueError(
             f"got `rules.{wrong[0]}` in a feed whose step is a batch, expected neither `step` nor `window`, because a "
             f"batch decides its packs. The kind of step stays for the whole run"
         )
-    if rules.share is not None and "budget" in tree:
+    if rules.share is not None and "budget" in values:
         raise ValueError(
             "got `rules.budget` in a feed with `share: prefix`, expected no budget, because the samples of a tree stay "
             "in one pack. Start a new run to change the budget"
@@ -222,37 +222,37 @@ def _value(value: Value | UnsetType, key: str, ramp: str, align: Align) -> dict[
     return {key: last} | ({ramp: value.warmup} if isinstance(value, Ramp) else {})
 
 
-def _laid(key: str, before: Struct, tree: dict[str, Any]) -> Any:
-    """Return a value of the rules with the keys of ``tree`` in place of its own. Raises ValueError naming ``key``."""
+def _laid(key: str, before: Struct, values: dict[str, Any]) -> Any:
+    """Return a value of the rules with the keys of ``values`` in place of its own. Raises ValueError naming ``key``."""
     try:
-        return msgspec.convert(overlaid(msgspec.to_builtins(before), tree), type(before))
+        return msgspec.convert(overlaid(msgspec.to_builtins(before), values), type(before))
     except ValueError as error:
         raise ValueError(f"rules.{key}: {error}") from None
 
 
-def _align(stage: StageSettings, tree: dict[str, Any], rules: Rules, terms: MeshTerms) -> Align:
+def _align(stage: StageSettings, values: dict[str, Any], rules: Rules, terms: MeshTerms) -> Align:
     """Return the alignment of a stage. Raises ValueError for keys that need a planned mesh."""
     if stage.planned_mesh is not None:
-        mesh, given = stage.planned_mesh, _laid("align", terms.align or AlignSettings(), tree)
-        return derived_align(mesh.cp, mesh.tp, terms.layout, terms.precision, given)
-    for key, value in tree.items():
+        mesh, align = stage.planned_mesh, _laid("align", terms.align or AlignSettings(), values)
+        return derived_align(mesh.cp, mesh.tp, terms.layout, terms.precision, align)
+    for key, value in values.items():
         if value == "tight" or key == "lcm":
             raise ValueError(
                 f"rules.align: got `{key}: {value}` without `planned_mesh`, expected a planned mesh in the stage, from "
                 f"which this alignment follows"
             )
-    changed = {key: value for key, value in tree.items() if value is not None}
+    changed = {key: value for key, value in values.items() if value is not None}
     return replace(rules.align, **changed)
 
 
-def _balance(tree: dict[str, Any], rules: Rules, mesh: PlannedMesh | None, terms: MeshTerms) -> Balance:
+def _balance(values: dict[str, Any], rules: Rules, mesh: PlannedMesh | None, terms: MeshTerms) -> Balance:
     """Return the balance of a stage; ``mesh``: the stage's own planned mesh. Raises ValueError."""
     before = rules.balance
-    if mesh is not None or tree.get("kind", before.kind) != "joint":
-        before = replace(before, group=terms.group if tree.get("kind", before.kind) == "joint" else None)
-    if tree.get("kind", before.kind) != "joint":
+    if mesh is not None or values.get("kind", before.kind) != "joint":
+        before = replace(before, group=terms.group if values.get("kind", before.kind) == "joint" else None)
+    if values.get("kind", before.kind) != "joint":
         before = replace(before, kind="none", patience=Balance().patience) if before.kind == "joint" else before
-    changed: Balance = _laid("balance", before, tree)
+    changed: Balance = _laid("balance", before, values)
     return changed.planned((mesh or terms.mesh).dp)
 
 
@@ -284,16 +284,16 @@ def _check_order(before: Sequence[Stage], stage: Stage) -> None:
         if other.name == stage.name:
             raise ValueError(f"got a second stage with this name, expected a name of its own, such as {stage.name}_2")
         for unit in ("step", "tokens"):
-            ours, theirs = getattr(stage.at, unit), getattr(other.at, unit)
-            if ours is None or theirs is None:
+            start, other_start = getattr(stage.at, unit), getattr(other.at, unit)
+            if start is None or other_start is None:
                 continue
-            if ours < theirs:
+            if start < other_start:
                 raise ValueError(
-                    f"got `at: {{{unit}: {ours}}}` after stage {other.name!r}, which begins at {other.at}, expected "
+                    f"got `at: {{{unit}: {start}}}` after stage {other.name!r}, which begins at {other.at}, expected "
                     f"stages in the order of their begins. Write this stage before stage {other.name!r}"
                 )
             twice = [key for key in _changes(stage) if key in _changes(other)]
-            if ours == theirs and twice:
+            if start == other_start and twice:
                 raise ValueError(
                     f"got {twice[0]} at {stage.at}, where stage {other.name!r} changes it, too, expected one value. "
                     f"Remove it from one of the stages"
@@ -319,19 +319,19 @@ def written(stage: Stage) -> dict[str, Any]:
     for key, value in rules.items():
         if isinstance(value, Struct):
             rules[key] = msgspec.structs.asdict(value)
-    tree: dict[str, Any] = {"name": stage.name, "at": msgspec.to_builtins(stage.at), "rules": rules}
-    tree |= {} if stage.weights is None else {"weights": stage.weights}
-    tree |= {"over": stage.over} if stage.over else {}
-    plain: dict[str, Any] = msgspec.to_builtins({key: value for key, value in tree.items() if value})
+    values: dict[str, Any] = {"name": stage.name, "at": msgspec.to_builtins(stage.at), "rules": rules}
+    values |= {} if stage.weights is None else {"weights": stage.weights}
+    values |= {"over": stage.over} if stage.over else {}
+    plain: dict[str, Any] = msgspec.to_builtins({key: value for key, value in values.items() if value})
     return plain
 
 
 def other_stages(stages: Sequence[Stage], recorded: Sequence[Stage]) -> str:
     """Return a text with the differences between stages of broker.yaml and recorded ones; empty if there is none."""
-    ours, theirs = ({stage.name: stage for stage in each} for each in (stages, recorded))
+    now, before = ({stage.name: stage for stage in group} for group in (stages, recorded))
     texts = [
-        f"{name} ({'differs' if name in ours and name in theirs else 'is new' if name in ours else 'is missing'})"
-        for name in dict.fromkeys([*ours, *theirs])
-        if ours.get(name) != theirs.get(name)
+        f"{name} ({'differs' if name in now and name in before else 'is new' if name in now else 'is missing'})"
+        for name in dict.fromkeys([*now, *before])
+        if now.get(name) != before.get(name)
     ]
     return ", ".join(texts) or ("the order differs" if tuple(stages) != tuple(recorded) else "")

@@ -216,19 +216,19 @@ class Helper:
 
     def __init__(self, folder: str, quiet: bool = False) -> None:
         path = os.pathsep.join(entry for entry in sys.path if entry and isinstance(entry, str))
-        answers, theirs = os.pipe()
+        answers, write_end = os.pipe()
         self._answers = open(answers)  # noqa: SIM115  # until ``close``
         try:  # a process group of its own: Ctrl-C is for the parent. Whoever reads the parent's output does not wait
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, str(theirs)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, text=True, pass_fds=(theirs,), process_group=0,
+                [sys.executable, "-P", "-c", _MAIN, str(write_end)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, text=True, pass_fds=(write_end,), process_group=0,
                 env={**os.environ, "PYTHONPATH": path, **({"NUMBA_CACHE_DIR": folder} if folder else {})},
             )  # fmt: skip
         except OSError:
             self._answers.close()
             raise
         finally:
-            os.close(theirs)
+            os.close(write_end)
         self._began = time.monotonic()
         self._said = threading.Timer(SAY_AFTER_S, self._say)
         self._said.daemon = True

@@ -55,8 +55,8 @@ def alone() -> Iterator[None]:
     Two processes that write numba's index of a kernel at the same time would damage it.
     """
     path = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"streampack-{os.getuid()}-kernels.lock"
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as resources:
         with contextlib.suppress(OSError):
-            lock = held.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)))
+            lock = resources.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -185,10 +185,10 @@ def _content(
         "cp": [mesh.cp] * num_packs,
         "cp_rank": [mesh.cp_rank] * num_packs,
     }
-    for name, each in BY_RULES.items():
-        if each.in_packs is not None and each.is_there(rules):
+    for name, optional in BY_RULES.items():
+        if optional.in_packs is not None and optional.is_there(rules):
             values = _array(getattr(part, name) or bytes(4 * num_samples), "<u4", num_samples)
-            attributes[each.column] = Column(values.astype(each.in_packs), laid.first_sample.tolist())
+            attributes[optional.column] = Column(values.astype(optional.in_packs), laid.first_sample.tolist())
     by_pack = {name: rows(column) for name, column in attributes.items()}
     return Content(tokens, num_packs, attributes, by_pack, int(own.sum()))
 
@@ -269,15 +269,15 @@ class _Tokens:
                 fields[LOSS_MASK].values[begin:end] = 0
         return {**tokens, "padding_mask": Column(padding_mask, bounds)}, {**fields, **media}
 
-    def _field(self, field: Field, came: Column) -> Column:
+    def _field(self, field: Field, column: Column) -> Column:
         """Return a writable copy of a declared field, bfloat16 as float32."""
         if field.dtype == "bfloat16":
-            return Column(from_bfloat16(came.values), came.bounds)
+            return Column(from_bfloat16(column.values), column.bounds)
         if field.axis == "sample":
-            return Column(came.values.copy(), came.bounds)
-        kept = np.frombuffer(self.slabs.take(came.values.nbytes), came.values.dtype).reshape(came.values.shape)
-        kept[...] = came.values
-        return Column(kept, came.bounds)
+            return Column(column.values.copy(), column.bounds)
+        kept = np.frombuffer(self.slabs.take(column.values.nbytes), column.values.dtype).reshape(column.values.shape)
+        kept[...] = column.values
+        return Column(kept, column.bounds)
 
 
 def _tokens(
@@ -339,8 +339,8 @@ def _flags(values: NDArray[Any]) -> NDArray[np.uint8]:
 
 def _array(data: Any, dtype: str, count: int) -> NDArray[Any]:
     """Return ``data`` as an array [count]; copy it if it is not aligned. Raises ValueError for another size."""
-    got, expected = memoryview(data).nbytes, count * np.dtype(dtype).itemsize
-    if got != expected:
-        raise ValueError(f"got {got} bytes, expected {count} numbers of {dtype}, {expected} bytes")
+    num_bytes, expected = memoryview(data).nbytes, count * np.dtype(dtype).itemsize
+    if num_bytes != expected:
+        raise ValueError(f"got {num_bytes} bytes, expected {count} numbers of {dtype}, {expected} bytes")
     values = np.frombuffer(data, dtype)
     return values if values.flags.aligned else values.copy()

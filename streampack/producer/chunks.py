@@ -79,9 +79,9 @@ def _batches(
     cursor: Cursor | None = None
     pass_ = math.inf
     gathered = Gathered()
-    for came in records:
-        many = isinstance(came, Records)
-        for record in terms.split(came) if isinstance(came, Records) else (came,):
+    for received in records:
+        many = isinstance(received, Records)
+        for record in terms.split(received) if isinstance(received, Records) else (received,):
             sample, reason = terms.apply_policies(record)
             before, pass_ = pass_, _pass_of(record.cursor)
             if cursor is not None and (pass_ > before or terms.full(gathered, sample, chunk_s)):
@@ -112,8 +112,8 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
     ends = np.zeros(len(batch.lengths) + 1, np.int64)
     np.cumsum(batch.lengths, out=ends[1:])
     columns, num_bytes = [_column(batch.tokens, ends)], batch.tokens.nbytes
-    for each in lease.fields:
-        values, by_sample = batch.fields[each.name], is_by_sample(each)
+    for field in lease.fields:
+        values, by_sample = batch.fields[field.name], is_by_sample(field)
         columns.append(_column(values, np.arange(len(ends)) if by_sample else ends))
         num_bytes += 0 if by_sample else values.nbytes
     if batch.media is not None:
@@ -122,7 +122,7 @@ def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf 
         columns += [_column(counts, np.arange(len(ends)))]
         columns += [_column(np.frombuffer(batch.media.data, np.uint8), bounds)]
         num_bytes += len(batch.media.data)
-    late = sum(each.value_bytes for each in lease.late_fields or () if not is_by_sample(each))
+    late = sum(field.value_bytes for field in lease.late_fields or () if not is_by_sample(field))
     num_bytes += late * len(batch.tokens)
     if len(batch.lengths) > MAX_CHUNK_SAMPLES or num_bytes > lease.max_chunk_bytes:
         raise SampleError(

@@ -77,13 +77,11 @@ def check_rows(config: ProducerConfig) -> list[FirstWarning]:
             if not _has_members(f"{path}.fields.{field}", bare, tokenizer, key)
         ]
         records = _peek_with(path, stream, tokenizer, NOT_APPLIED)
-        if said := _lacking(records):
-            asked = ", ".join(f"{key} {value!r}" for key in _SAMPLE_KEYS if (value := getattr(stream, key)) is not None)
-            got = (
-                f"got {asked}, but no row has such a key" if asked else f"got rows without any of the keys {_DETECTED}"
-            )
-            to_set = advice_on(said, _TO_SET.get(stream.source, _TO_SET_ELSEWHERE))
-            raise ConfigError(f"{path}: {got} ({said}). {to_set}")
+        if problem := _lacking(records):
+            keys = ", ".join(f"{key} {value!r}" for key in _SAMPLE_KEYS if (value := getattr(stream, key)) is not None)
+            text = f"got {keys}, but no row has such a key" if keys else f"got rows without any of the keys {_DETECTED}"
+            to_set = advice_on(problem, _TO_SET.get(stream.source, _TO_SET_ELSEWHERE))
+            raise ConfigError(f"{path}: {text} ({problem}). {to_set}")
         read = [record for record in records if record.reason not in _TORN]
         if read and all(record.reason and not of_known_key(record) for record in read):
             raise ConfigError(f"{path}: none of the first {len(read)} rows can be used. {_rejected(read[0])}")
@@ -104,8 +102,8 @@ def _sorted(name: str, stream: ProducerStream, tokenizer: Tokenizer) -> list[Fir
         return []
     places = source.places(PLACES, ROWS_AT_A_PLACE, fields)
     rows = sum(map(len, places.samples))
-    said = sorted_advice(places)
-    return [FirstWarning(name, SORTED, rows, rows, places.samples[0][0].where, said)] if said else []
+    advice = sorted_advice(places)
+    return [FirstWarning(name, SORTED, rows, rows, places.samples[0][0].where, advice)] if advice else []
 
 
 def passed_on(keys: Iterable[str]) -> tuple[dict[str, str], tuple[Field, ...]]:
@@ -142,8 +140,8 @@ def _warnings(stream: str, records: list[RawSample]) -> list[FirstWarning]:
         for word in warnings_of(record) if record.reason is None else (record.reason,):
             places.setdefault(word, []).append(record)
     return [
-        FirstWarning(stream, word, len(those), len(records), those[0].where, meaning_of(word, those[0]))
-        for word, those in places.items()
+        FirstWarning(stream, word, len(warned), len(records), warned[0].where, meaning_of(word, warned[0]))
+        for word, warned in places.items()
     ]
 
 
@@ -209,14 +207,14 @@ def _has_members(path: str, stream: ProducerStream, tokenizer: Tokenizer, key: s
     field = (Field(name="media", dtype="reference", axis="item"),)
     records = _peek(path, replace(stream, fields={"media": key}), tokenizer, field)
     values: list[Any] = [record.fields["media"] for record in records if "media" in record.fields]
-    return any(isinstance(value, list) and any(isinstance(each, Reference) for each in value) for value in values)
+    return any(isinstance(value, list) and any(isinstance(item, Reference) for item in value) for value in values)
 
 
 def _check_field(path: str, stream: ProducerStream, key: str) -> None:
     """Raise ConfigError if no first row has the key of a field. A row has the key if its value is not null."""
     keys = [f"{key}.npy", f"json/{key}"] if stream.source == "webdataset" else [key]
     others: dict[str, str | None] = dict.fromkeys(_SAMPLE_KEYS)
-    lacking = [_lacking(_peek(path, replace(stream, **others | {"text_key": each}), BytesTokenizer())) for each in keys]
+    lacking = [_lacking(_peek(path, replace(stream, **others | {"text_key": key}), BytesTokenizer())) for key in keys]
     if all(lacking):
         raise ConfigError(
             f"{path}: got the key {key!r}, but no row has this key ({lacking[-1]}). Set a key that the rows have, or "

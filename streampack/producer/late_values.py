@@ -34,15 +34,15 @@ class SampleId(NamedTuple):
     """Number of the process that sent the sample; 0 if that was an earlier process."""
 
 
-def as_id(given: Any) -> SampleId:
+def as_id(value: Any) -> SampleId:
     """Return an id that the program passes. Raises UserError for another value."""
     try:
-        partition, seq, process = given
+        partition, seq, process = value
         sample_id = SampleId(int(partition), int(seq), int(process))
     except (TypeError, ValueError):
-        raise UserError(f"got the id {given!r:.80}, expected an id from Producer.sample_ids: three integers") from None
+        raise UserError(f"got the id {value!r:.80}, expected an id from Producer.sample_ids: three integers") from None
     if not (0 <= sample_id.partition < 2**20 and 0 <= sample_id.seq < 2**62 and 0 <= sample_id.process < 2**62):
-        raise UserError(f"got the id {given!r:.80}, expected an id from Producer.sample_ids")
+        raise UserError(f"got the id {value!r:.80}, expected an id from Producer.sample_ids")
     return sample_id
 
 
@@ -61,41 +61,41 @@ def refused_of(message: Amend, answer: Amended) -> dict[SampleId, str]:
 
 
 def values_of(
-    ids: Sequence[SampleId], given: Mapping[str, Sequence[Any]], terms: LateFields
+    ids: Sequence[SampleId], values_of: Mapping[str, Sequence[Any]], terms: LateFields
 ) -> Iterator[tuple[Amend, tuple[Any, ...]]]:
     """Yield messages with their payload that give values to samples; ``number`` is 0 in each.
 
     Args:
         ids: The samples, each once.
-        given: A value for each sample, by late field.
+        values_of: A value for each sample, by late field.
         terms: The late fields of the stream.
 
     Raises SampleError for a value that does not fit its field, and UserError for other mistakes.
     """
-    fields = _fields_of(given, terms)
+    fields = _fields_of(values_of, terms)
     if len(set(ids)) != len(ids):
         raise UserError("got a sample more than once, expected each sample once in a call")
-    for name, values in given.items():
+    for name, values in values_of.items():
         if len(values) != len(ids):
             raise UserError(f"got {len(values)} values of {name} for {len(ids)} samples, expected one for each sample")
-    rows = [[_stored(given[each.name][at], each, one) for each in fields] for at, one in enumerate(ids)]
+    rows = [[_stored(values_of[field.name][at], field, one) for field in fields] for at, one in enumerate(ids)]
     order = sorted(range(len(ids)), key=lambda at: (ids[at].partition, ids[at].process, ids[at].seq))
-    for _, mine in groupby(order, key=lambda at: (ids[at].partition, ids[at].process)):
-        for part in _parts(list(mine), rows, terms.max_chunk_bytes):
+    for _, batch in groupby(order, key=lambda at: (ids[at].partition, ids[at].process)):
+        for part in _parts(list(batch), rows, terms.max_chunk_bytes):
             yield _message([ids[at] for at in part], fields, [rows[at] for at in part], terms.stream)
 
 
-def _fields_of(given: Mapping[str, Any], terms: LateFields) -> list[Field]:
+def _fields_of(values: Mapping[str, Any], terms: LateFields) -> list[Field]:
     """Return the fields of the given values. Raises UserError for a name that is no late field."""
     late = {field.name: field for field in terms.fields}
-    for name in given:
+    for name in values:
         if name not in late:
             raise UserError(
                 f"stream {terms.stream!r}: got values of {name!r}, expected one of the late fields: {', '.join(late)}"
             )
-    if not given:
+    if not values:
         raise UserError(f"got no values, expected values of at least one late field: {', '.join(late)}")
-    return [late[name] for name in given]
+    return [late[name] for name in values]
 
 
 def _stored(value: Any, field: Field, one: SampleId) -> np.ndarray[Any, Any]:

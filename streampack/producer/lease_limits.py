@@ -40,21 +40,21 @@ class LeaseLimits:
         self._lease = lease
         self._dtype = np.dtype(lease.dtype)
         self._largest = int(np.iinfo(self._dtype).max)
-        self._masked = any(each.name == LOSS_MASK for each in lease.fields)
-        self._needs_mask = any(each.name == LOSS_MASK and each.default is None for each in lease.fields)
+        self._masked = any(field.name == LOSS_MASK for field in lease.fields)
+        self._needs_mask = any(field.name == LOSS_MASK and field.default is None for field in lease.fields)
         self._budget = lease.max_sample_tokens if lease.budget is UNSET else lease.budget
-        self._of_media = tuple(each for each in lease.sent_fields if each.of_media)
-        self._has_grids = any(each.name == POSITION_IDS and each.shape for each in lease.fields)
+        self._of_media = tuple(field for field in lease.sent_fields if field.of_media)
+        self._has_grids = any(field.name == POSITION_IDS and field.shape for field in lease.fields)
         self._rejected = {
-            each.name: np.zeros((int(is_by_sample(each)), *each.shape), each.storage) for each in lease.fields
+            field.name: np.zeros((int(is_by_sample(field)), *field.shape), field.storage) for field in lease.fields
         }
         self._rejected[TOKENS] = np.zeros(0, self._dtype)
         every = (*lease.fields, *(lease.late_fields or ()))
-        token_bytes = self._dtype.itemsize + sum(each.value_bytes for each in every if not is_by_sample(each))
+        token_bytes = self._dtype.itemsize + sum(field.value_bytes for field in every if not is_by_sample(field))
         self._token_bytes = token_bytes
         self.room = lease.max_chunk_bytes // token_bytes
         """Largest number of tokens in a batch."""
-        sample_bytes = sum(each.value_bytes for each in lease.fields if is_by_sample(each))
+        sample_bytes = sum(field.value_bytes for field in lease.fields if is_by_sample(field))
         self.most = min(CHUNK_SAMPLES, max(lease.max_chunk_bytes // max(sample_bytes, 1), 1))
         """Largest number of samples in a batch, so that no frame of a field by sample exceeds ``max_chunk_bytes``."""
 
@@ -140,9 +140,9 @@ class LeaseLimits:
         if len(tokens) <= lease.max_sample_tokens:
             return sample, None
         if lease.overlong == "truncate" and not (MEDIA in sample and len(sample[MEDIA])):  # media cannot be cut
-            for each in lease.fields:
-                if not is_by_sample(each):
-                    sample[each.name] = sample[each.name][: lease.max_sample_tokens]
+            for field in lease.fields:
+                if not is_by_sample(field):
+                    sample[field.name] = sample[field.name][: lease.max_sample_tokens]
             sample[TOKENS] = tokens[: lease.max_sample_tokens]
             return sample, None
         if lease.overlong in ("drop", "truncate"):
@@ -164,19 +164,19 @@ class LeaseLimits:
         """
         length = len(sample[TOKENS])
         counts = counting(sample)
-        held = np.ones(length, np.bool_) if counts is None else counts.copy()
-        held[:: self._budget] = False
+        is_kept = np.ones(length, np.bool_) if counts is None else counts.copy()
+        is_kept[:: self._budget] = False
         if self._lease.overlong == "truncate":
-            held = held[: self._budget]
-        return bool(held.any())
+            is_kept = is_kept[: self._budget]
+        return bool(is_kept.any())
 
     def _values(self, record: RawSample) -> Values | str:
         """Return a record's tokens and stored fields, or the reason why the record is invalid."""
         if not self._lease.fields:
             return {TOKENS: record.tokens}
-        by_sample = {each.name for each in self._lease.fields if is_by_sample(each)}
-        given = record.fields
-        fields = {each.name: np.asarray(given[each.name]) for each in self._lease.fields if each.name in given}
+        by_sample = {field.name for field in self._lease.fields if is_by_sample(field)}
+        values = record.fields
+        fields = {field.name: np.asarray(values[field.name]) for field in self._lease.fields if field.name in values}
         fields |= {name: value[np.newaxis] for name, value in fields.items() if name in by_sample}
         return self._columns(record.tokens, fields, np.array([len(record.tokens)]))
 
@@ -188,21 +188,21 @@ class LeaseLimits:
         ``lengths`` int64 [n]: tokens of each sample. Missing fields get their defaults.
         """
         columns: Values = {TOKENS: tokens}
-        for each in self._lease.fields:
-            shape = (len(lengths) if is_by_sample(each) else len(tokens), *each.shape)
-            value = fields.get(each.name)
+        for field in self._lease.fields:
+            shape = (len(lengths) if is_by_sample(field) else len(tokens), *field.shape)
+            value = fields.get(field.name)
             if value is None:
-                default = _default(each, tokens, lengths, shape)
+                default = _default(field, tokens, lengths, shape)
                 if default is None:
-                    return f"{each.name}: missing"
-                columns[each.name] = default
+                    return f"{field.name}: missing"
+                columns[field.name] = default
                 continue
             if value.shape != shape:
-                return f"{each.name}: length" if value.ndim == len(shape) else f"{each.name}: shape"
-            stored = each.stored(value)
+                return f"{field.name}: length" if value.ndim == len(shape) else f"{field.name}: shape"
+            stored = field.stored(value)
             if stored is None:
-                return f"{each.name}: dtype"
-            columns[each.name] = stored
+                return f"{field.name}: dtype"
+            columns[field.name] = stored
         return columns
 
     def _reject_mask(self, record: RawSample) -> None:
@@ -241,7 +241,7 @@ class LeaseLimits:
             return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
         lengths = np.array(gathered.lengths, np.uint32)
-        fields = {each.name: joined(each.name) for each in self._lease.fields}
+        fields = {field.name: joined(field.name) for field in self._lease.fields}
         media = None
         if self._lease.has_extra_bytes:
             items, sizes = np.zeros((2, len(lengths)), np.uint32)
@@ -257,23 +257,23 @@ class LeaseLimits:
         )  # fmt: skip
 
 
-def is_by_sample(each: Field) -> bool:
+def is_by_sample(field: Field) -> bool:
     """Return whether the field has one value for each sample, not for each token."""
-    return each.axis == "sample"
+    return field.axis == "sample"
 
 
 def _default(
-    each: Field, tokens: NDArray[Any], lengths: NDArray[np.int64], shape: tuple[int, ...]
+    field: Field, tokens: NDArray[Any], lengths: NDArray[np.int64], shape: tuple[int, ...]
 ) -> NDArray[Any] | None:
     """Return the values, of ``shape``, of a field that samples lack; None if the field is required."""
-    if each.default is not None:
-        return np.broadcast_to(each.fill(each.default), shape)
-    if each.name == LOSS_MASK:  # all tokens are trained on
-        return np.ones(shape, each.storage)
-    if each.name == LABELS:
-        return tokens.astype(each.storage)
-    if each.name == POSITION_IDS:  # a text has equal positions along each axis
+    if field.default is not None:
+        return np.broadcast_to(field.fill(field.default), shape)
+    if field.name == LOSS_MASK:  # all tokens are trained on
+        return np.ones(shape, field.storage)
+    if field.name == LABELS:
+        return tokens.astype(field.storage)
+    if field.name == POSITION_IDS:  # a text has equal positions along each axis
         begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
-        positions = (np.arange(len(tokens)) - begins).astype(each.storage)
-        return np.broadcast_to(positions.reshape(-1, *(1 for _ in each.shape)), shape)
+        positions = (np.arange(len(tokens)) - begins).astype(field.storage)
+        return np.broadcast_to(positions.reshape(-1, *(1 for _ in field.shape)), shape)
     return None

@@ -116,15 +116,19 @@ class ProducerLoop:
         key: PeerKey | None = None,
     ) -> None:  # fmt: skip
         self._sources = dict(sources)
-        self._by_record = {name: each for name, each in self._sources.items() if not isinstance(each, BatchSource)}
+        self._by_record = {
+            name: source for name, source in self._sources.items() if not isinstance(source, BatchSource)
+        }
         self._timeout_s = timeout_s
         self._on_progress = on_progress
         self._pause_s = pause_s
         offers = [
             Offer(
-                stream=name, source_digest=each.digest, begin=each.begin if isinstance(each, ShardedSource) else UNSET
+                stream=name,
+                source_digest=source.digest,
+                begin=source.begin if isinstance(source, ShardedSource) else UNSET,
             )
-            for name, each in self._sources.items()
+            for name, source in self._sources.items()
         ]
         self._session = ProducerSession(
             run=0, producer=name or uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), offers=offers
@@ -226,8 +230,8 @@ class ProducerLoop:
         """Let the reading thread read a lease's next chunk, unless the lease is no longer held."""
         lease = read.lease
         key = (lease.stream, lease.partition)
-        held = self._session.held.get(key)
-        if held is None or held.session != read.session or held.ended:
+        held_lease = self._session.held.get(key)
+        if held_lease is None or held_lease.session != read.session or held_lease.ended:
             return
         reader = self._readers.get((key, read.session))
         if reader is None:
@@ -241,8 +245,8 @@ class ProducerLoop:
         """Body of the reading thread: read one requested chunk after another, while the other thread pings."""
         crcs_of: CrcsOf = plain
         until_compiled = COMPILED_AFTER
-        while (asked := self._asked.get()) is not None:
-            read, reader = asked
+        while (request := self._asked.get()) is not None:
+            read, reader = request
             try:
                 began = time.perf_counter()
                 batch = next(reader, None)
@@ -283,8 +287,8 @@ class ProducerLoop:
 
     def _note_size(self, stream: str) -> None:
         """Report the sizes of newly opened shards to the session, for estimates of the stream's size."""
-        source, known = self._sources[stream], self._session.sizes.get(stream)
-        if not isinstance(source, ShardedSource) or len(source.shard_samples) == (known.opened if known else 0):
+        source, size = self._sources[stream], self._session.sizes.get(stream)
+        if not isinstance(source, ShardedSource) or len(source.shard_samples) == (size.opened if size else 0):
             return
         counts = list(source.shard_samples.values())
         progress = self.progress.streams[stream]
@@ -296,9 +300,9 @@ class ProducerLoop:
 
     def _count(self, key: PartitionKey) -> None:
         """Add the chunks that the broker has newly confirmed to the progress; unconfirmed ones may be read again."""
-        held = self._session.held.get(key)
-        sent = self._sent.get((key, held.session)) if held is not None else None
-        while held is not None and sent and sent[0].stop_seq <= held.window.known_seq:
+        held_lease = self._session.held.get(key)
+        sent = self._sent.get((key, held_lease.session)) if held_lease is not None else None
+        while held_lease is not None and sent and sent[0].stop_seq <= held_lease.window.known_seq:
             chunk = sent.popleft()
             lease, progress, source = chunk.lease, self.progress.streams[key[0]], self._by_record.get(key[0])
             progress.samples += chunk.samples

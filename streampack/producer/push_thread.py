@@ -117,8 +117,8 @@ class Pushing(SessionThread):
             self._wait_until_end(lambda: self._session.policy_version is not None, timeout_s, policy, logging.INFO)
             wanted = self._session.tickets.begun + count
             self.tell(WantTickets(wanted))
-            what = f"permission to generate {count} samples, because earlier samples are not trained"
-            self._wait_until_end(lambda: self._session.tickets.granted >= wanted, timeout_s, what, logging.INFO)
+            awaited = f"permission to generate {count} samples, because earlier samples are not trained"
+            self._wait_until_end(lambda: self._session.tickets.granted >= wanted, timeout_s, awaited, logging.INFO)
             version = self._session.policy_version
             self.tell(BeginSamples(count))
             return version
@@ -203,9 +203,9 @@ class Pushing(SessionThread):
 
     def _wait_for_room(self, size: int, taken: int) -> None:
         """Wait for ``size`` bytes of room in the buffer; ``taken``: samples of this call that are in the buffer."""
-        what = f"room for {size} bytes in its buffer of {self._session.buffer.capacity} bytes"
-        what += f" ({taken} samples of this call are already in the buffer)" if taken else ""
-        self._wait_until_end(lambda: self._session.room(size), self._timeout_s, what)
+        awaited = f"room for {size} bytes in its buffer of {self._session.buffer.capacity} bytes"
+        awaited += f" ({taken} samples of this call are already in the buffer)" if taken else ""
+        self._wait_until_end(lambda: self._session.room(size), self._timeout_s, awaited)
 
     def _wait_until_end(
         self, condition: Callable[[], bool], timeout_s: float, what: str, level: int = logging.WARNING

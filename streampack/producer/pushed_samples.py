@@ -75,8 +75,8 @@ def with_keys(chunks: Sequence[Chunk], keys: Sequence[SampleKey], count: int, wr
     digests = [digest_of(key) for key in keys]
     keyed, at = [], 0
     for chunk in chunks:
-        mine = b"".join(digests[at : at + chunk.num_samples])
-        keyed.append(replace(chunk, keys=mine, write=write))
+        chunk_digests = b"".join(digests[at : at + chunk.num_samples])
+        keyed.append(replace(chunk, keys=chunk_digests, write=write))
         at += chunk.num_samples
     return keyed
 
@@ -125,8 +125,8 @@ def chunk_of_group(
             "broker.yaml"
         )
     common = {GROUP: first_seq} if GROUP in _by_sample(lease) else {}
-    given = [as_mapping(sample) | common for sample in samples]
-    batches, version = _batches(given, lease, first_seq, policy_version)
+    rows = [as_mapping(sample) | common for sample in samples]
+    batches, version = _batches(rows, lease, first_seq, policy_version)
     if len(batches) != 1:
         raise SampleError(
             f"stream {lease.stream!r}: got a group of {len(samples)} samples that needs {len(batches)} chunks, "
@@ -134,11 +134,11 @@ def chunk_of_group(
             "Send smaller groups, or raise limits.chunk in broker.yaml"
         )
     if share is None:
-        tree = Tree(chunk_of(batches[0], lease, (0, 0)), list(range(len(given))))
+        chunk_tree = Tree(chunk_of(batches[0], lease, (0, 0)), list(range(len(rows))))
     else:
-        tree = tree_of(batches[0], lease)
+        chunk_tree = tree_of(batches[0], lease)
     unit = keep or ("step" if lease.batches else UNSET)
-    return tree._replace(chunk=replace(tree.chunk, policy_version=version, keep=unit))
+    return chunk_tree._replace(chunk=replace(chunk_tree.chunk, policy_version=version, keep=unit))
 
 
 @lru_cache(maxsize=64)
@@ -178,14 +178,14 @@ def check_declared(names: Sequence[str], lease: Lease) -> None:
 
 def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSample:
     """Return sample number ``seq`` in the form in which sources yield samples."""
-    given = as_mapping(sample)
+    mapping = as_mapping(sample)
     for late in lease.late_fields or ():
-        if late.name in given:
+        if late.name in mapping:
             raise SampleError(
                 f"stream {lease.stream!r}: got a value of {late.name} with a sample, expected none, because the field "
                 f"is late. Give the value with Producer.amend once the sample was sent"
             )
-    row = {key: plain(given[key]) for key in reader.keys if key in given}
+    row = {key: plain(mapping[key]) for key in reader.keys if key in mapping}
     where = f"stream {lease.stream!r} partition {lease.partition} sample {seq}"
     read, cursor = reader(row), Cursor(0, 0, seq + 1)
     if isinstance(read, str):

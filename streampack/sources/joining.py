@@ -83,8 +83,8 @@ class JoinedArrays(Joined):
         """Read the leading samples that lie in one shard and fit into ``tokens`` ids, at least one."""
         at = self.shard_of(int(samples[0]))
         outside = np.flatnonzero((samples < self.starts[at]) | (samples >= self.starts[at + 1]))
-        mine = samples[: outside[0] if len(outside) else None] - self.starts[at]
+        rows = samples[: outside[0] if len(outside) else None] - self.starts[at]
         shard = self.shards[at]
         if isinstance(shard, ArrayShard):
-            return shard.gather(mine, tokens)
-        return one_sample(shard.load(int(mine[0])), self._by_sample)
+            return shard.gather(rows, tokens)
+        return one_sample(shard.load(int(rows[0])), self._by_sample)

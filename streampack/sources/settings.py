@@ -145,17 +145,17 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def check_settings(settings: SourceSettings) -> None:
     """Raise ConfigError for keys that the format does not take, that exclude each other, or that are missing."""
-    known, defaults = KEYS[settings.source], SourceSettings("jsonl")
+    keys, defaults = KEYS[settings.source], SourceSettings("jsonl")
     for key in SourceSettings.__struct_fields__:
-        if key not in ("source", *known) and getattr(settings, key) != getattr(defaults, key):
+        if key not in ("source", *keys) and getattr(settings, key) != getattr(defaults, key):
             raise ConfigError(
                 f"{key}: got a key that `source: {settings.source}` does not support, expected one of "
-                f"{', '.join(known)}. Remove the key"
+                f"{', '.join(keys)}. Remove the key"
             )
     if (settings.shards is None) == (settings.path is None):
         both = "neither" if settings.path is None else "both"
-        what = "path" if "shards" not in known else "either shards (patterns) or path (one path without patterns)"
-        raise ConfigError(f"shards, path: got {both}, expected {what}")
+        expected = "path" if "shards" not in keys else "either shards (patterns) or path (one path without patterns)"
+        raise ConfigError(f"shards, path: got {both}, expected {expected}")
     if settings.modes is not None and not (settings.modes and all(-128 <= mode <= 127 for mode in settings.modes)):
         raise ConfigError(
             f"modes: got {settings.modes}, expected a list of modes between -128 and 127. For text, set `modes: [0]`"
@@ -167,9 +167,9 @@ def check_settings(settings: SourceSettings) -> None:
         )
     named = [key for key in _ROW_KEYS[:4] if getattr(settings, key) is not None]
     if len(named) > 1:
-        got = "both" if len(named) == 2 else "all"
+        named_text = "both" if len(named) == 2 else "all"
         raise ConfigError(
-            f"{', '.join(named)}: got {got}, expected at most one. Keep only the key that holds the sample"
+            f"{', '.join(named)}: got {named_text}, expected at most one. Keep only the key that holds the sample"
         )
     if settings.completion_key is not None and named not in ([], ["prompt_key"]):
         raise ConfigError(

@@ -106,10 +106,10 @@ class Gate:
         let_in = 0
         while let_in < at_most:
             try:
-                asked = self.raw.recv_multipart(zmq.NOBLOCK)
+                frames = self.raw.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            version, request, _, address, _, mechanism, *credentials = [*asked, *([b""] * 6)][: max(7, len(asked))]
+            version, request, _, address, _, mechanism, *credentials = [*frames, *([b""] * 6)][: max(7, len(frames))]
             key = credentials[0].hex()
             good = version == b"1.0" and self._admits(mechanism, key, address)
             let_in += good
@@ -185,25 +185,25 @@ class HandshakeMonitor:
                 self._last_at = now
                 self._failed += 1
         if self._failed > failed and not self._said:
-            theirs = _mechanism(endpoint)
-            if not theirs:  # no broker answers here, for example because it is dead behind a proxy
+            mechanism = _mechanism(endpoint)
+            if not mechanism:  # no broker answers here, for example because it is dead behind a proxy
                 self._failed, self._last_at = 0, -QUICK_S
-            self._said = self._mismatch(theirs)
+            self._said = self._mismatch(mechanism)
         return self._said
 
-    def _mismatch(self, theirs: str) -> str:
-        """Return the reason of the rejection, judged by the broker's mechanism ``theirs``; empty if not found yet."""
-        if theirs == "CURVE" and not self._key:
+    def _mismatch(self, mechanism: str) -> str:
+        """Return the reason of the rejection, judged by the broker's ``mechanism``; empty if not found yet."""
+        if mechanism == "CURVE" and not self._key:
             return (
                 "got no key, expected one, because the broker requires keys. Pass the path of a key file with "
                 "key_file, or set STREAMPACK_KEY_FILE"
             )
-        if theirs == "NULL" and self._key:
+        if mechanism == "NULL" and self._key:
             return (
                 f"got a broker without keys for key {self._key!r}, expected a broker with its own key. Set "
                 f"listen.keys of the broker, or connect without a key"
             )
-        if theirs == "CURVE" and self._failed >= _UNCLEAR and self._last_at - self._first_at >= UNCLEAR_S:
+        if mechanism == "CURVE" and self._failed >= _UNCLEAR and self._last_at - self._first_at >= UNCLEAR_S:
             return (
                 f"got a broker whose key is not the broker key in the file of key {self._key!r}, expected the same "
                 f"key. Check the address, and whether the broker's key was replaced"

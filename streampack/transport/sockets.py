@@ -263,15 +263,15 @@ class Router(_Socket):
                 self.raw.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            what = "an address in use" if error.errno == zmq.EADDRINUSE else f"{error.strerror or error}".lower()
+            problem = "an address in use" if error.errno == zmq.EADDRINUSE else f"{error.strerror or error}".lower()
             if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
                 raise UserError(
                     f"cannot listen on {endpoint}: got an address of no interface of this machine, expected one of "
                     f"its own addresses. Use 0.0.0.0 for all of them, as in tcp://0.0.0.0:7401"
                 ) from None
             raise UserError(
-                f"cannot listen on {endpoint}: got {what}, expected a free address. Stop the other process, or choose "
-                f"another address"
+                f"cannot listen on {endpoint}: got {problem}, expected a free address. Stop the other process, or "
+                f"choose another address"
             ) from None
         self.endpoint = _MAPPED.sub(r"\1", self.raw.getsockopt_string(zmq.LAST_ENDPOINT))
 

@@ -67,9 +67,9 @@ def crcs_of(columns: Sequence[Column]) -> Crcs:
                 f"got bounds of {len(bounds) - 1} samples from byte {bounds[0]} to byte {bounds[-1]}, expected "
                 f"{len(crcs)} samples in {len(data)} bytes, with ascending bounds"
             )
-        held = data.view()
-        held.flags.writeable = False  # always read-only, so that one signature is compiled
-        _pieces(held, bounds, own)
+        view = data.view()
+        view.flags.writeable = False  # always read-only, so that one signature is compiled
+        _pieces(view, bounds, own)
         whole = _join_all(own, bounds, crcs, whole, _POWERS)
     return crcs, int(whole)
 

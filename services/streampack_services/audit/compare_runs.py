@@ -42,14 +42,17 @@ def compare(one: Ledger, other: Ledger, feed: str | None) -> Tree:
         raise_if_damaged(ledger, "steps", "records")
     compared, last, differing, digests, reasons = 0, -1, list[int](), None, list[str]()
     skips: tuple[list[int], list[int]] = [], []  # steps that only this run skips
-    for ours, theirs in _pairs(ledgers, feeds):
-        compared, last = compared + 1, ours.step
+    for own_feed, other_feed in _pairs(ledgers, feeds):
+        compared, last = compared + 1, own_feed.step
         skipped = [of.is_skipped(last) for of in feeds]
         if skipped[0] != skipped[1]:
             skips[skipped[1]].append(last)
             differing.append(last)
-        if ours.digest != theirs.digest:
-            digests, reasons = [ours.digest.hex(), theirs.digest.hex()], _reasons(ledgers, feeds, (ours, theirs))
+        if own_feed.digest != other_feed.digest:
+            digests, reasons = (
+                [own_feed.digest.hex(), other_feed.digest.hex()],
+                _reasons(ledgers, feeds, (own_feed, other_feed)),
+            )
             differing.append(last)
             break
     if not compared:
@@ -66,14 +69,14 @@ def compare(one: Ledger, other: Ledger, feed: str | None) -> Tree:
 
 def _pairs(ledgers: Ledgers, feeds: Feeds) -> Iterator[tuple[StepRows, StepRows]]:
     """Yield the records of each step that both runs have, in the lineages that count."""
-    ours, theirs = (_counting(ledger, of) for ledger, of in zip(ledgers, feeds, strict=True))
-    left, right = next(ours, None), next(theirs, None)
+    counts, other_counts = (_counting(ledger, of) for ledger, of in zip(ledgers, feeds, strict=True))
+    left, right = next(counts, None), next(other_counts, None)
     while left is not None and right is not None:
         if left.step == right.step:
             yield left, right
         behind = left.step - right.step
-        left = next(ours, None) if behind <= 0 else left
-        right = next(theirs, None) if behind >= 0 else right
+        left = next(counts, None) if behind <= 0 else left
+        right = next(other_counts, None) if behind >= 0 else right
 
 
 def _counting(ledger: Ledger, feed: FeedHistory) -> Iterator[StepRows]:
@@ -98,9 +101,9 @@ def _reasons(ledgers: Ledgers, feeds: Feeds, steps: tuple[StepRows, StepRows]) -
     reasons = [f"The rules differ: {line}." for line in differences(*rules)]
     reasons += _changes([of.changes_at(number, step.lsn)[1:] for of, step in zip(feeds, steps, strict=True)], feeds)
     for stream in feeds[0].streams.keys() & feeds[1].streams.keys():
-        ours, theirs = (ledger.history.sources.get(stream, []) for ledger in ledgers)
-        if ours and theirs and set(ours) != set(theirs):
-            digests = f"{ours[-1]:.12} and {theirs[-1]:.12}"
+        sources, other_sources = (ledger.history.sources.get(stream, []) for ledger in ledgers)
+        if sources and other_sources and set(sources) != set(other_sources):
+            digests = f"{sources[-1]:.12} and {other_sources[-1]:.12}"
             reasons.append(f"Stream {stream} has other data: the digests of its source are {digests}.")
     reasons += _samples(feeds, steps)
     pushed = [name for name, stream in feeds[0].streams.items() if stream.pushed]
@@ -116,18 +119,18 @@ def _changes(changes: list[list[RulesFrom]], feeds: Feeds) -> list[str]:
             which, of, change = ("second", feeds[1], other) if one is None else ("first", feeds[0], one)
             return [f"Only the {which} run changed its rules at step {change.step}: {of.name_of(change)}."]
         if (one.step, one.position) != (other.step, other.position):
-            places = [f"step {each.step} ({each.position} merged samples)" for each in (one, other)]
+            places = [f"step {branch.step} ({branch.position} merged samples)" for branch in (one, other)]
             return [f"{feeds[0].name_of(one)} began at {places[0]} in the first run, and {places[1]} in the second."]
     return []
 
 
 def _samples(feeds: Feeds, steps: tuple[StepRows, StepRows]) -> list[str]:
     """Describe the samples of a step that differ between both runs, as sentences."""
-    ours, theirs = (_crcs(of, step) for of, step in zip(feeds, steps, strict=True))
+    crcs, other_crcs = (_crcs(of, step) for of, step in zip(feeds, steps, strict=True))
     sentences = []
-    if changed := sorted(sample for sample, crc in ours.items() if theirs.get(sample, crc) != crc):
+    if changed := sorted(sample for sample, crc in crcs.items() if other_crcs.get(sample, crc) != crc):
         sentences.append(f"Samples have other tokens or fields: {_names(changed)}.")
-    for which, alone in (("first", ours.keys() - theirs.keys()), ("second", theirs.keys() - ours.keys())):
+    for which, alone in (("first", crcs.keys() - other_crcs.keys()), ("second", other_crcs.keys() - crcs.keys())):
         if alone:
             sentences.append(f"Only the {which} run has these samples in the step: {_names(sorted(alone))}.")
     return sentences or ["Both runs have the same samples in the step, in other packs or in another order."]

@@ -101,13 +101,17 @@ def _why_admitted(
 def _why_staged(ledger: Ledger, feed: FeedHistory, stream: str, partition: int, seq: int) -> Tree:
     """Return the result of ``why_sample`` for a sample that is not admitted yet; it was sent with number ``seq``."""
     raise_if_damaged(ledger, "completed", "staged", "records")
-    came, total = ledger.staged(stream).get(partition, 0), _total_of(ledger, stream, partition)
+    received, total = ledger.staged(stream).get(partition, 0), _total_of(ledger, stream, partition)
     where, waits, first = f"partition {partition} of {stream}", waited_for(feed, stream), ledger.state.first_lsn
     state, why = "waiting", f"the sample waits for {waits}"
     if seq >= total:
         state, why = "none", f"{where} ended after {total} samples"
-    elif seq >= came:
-        so_far = f"the last sample of {where} that came has number {came - 1}" if came else f"no sample of {where} came"
+    elif seq >= received:
+        so_far = (
+            f"the last sample of {where} that came has number {received - 1}"
+            if received
+            else f"no sample of {where} came"
+        )
         why = f"the sample has not come yet; {so_far}"
     elif feed.end is not None:
         state = "none"
@@ -140,7 +144,10 @@ def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> T
     named = _numbers_in(ledger, name)
     if not sources or (named is not None and ledger.history.feed_of(named[0]) is not None):
         return why_sample(ledger, name, sources)
-    return {"row": name, "samples": [why_sample(ledger, each, sources) for each in samples_of(ledger, name, sources)]}
+    return {
+        "row": name,
+        "samples": [why_sample(ledger, sample, sources) for sample in samples_of(ledger, name, sources)],
+    }
 
 
 def _place(feed: FeedHistory, place: Placement, reported: Reported) -> Tree:

@@ -80,7 +80,7 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
     meshes = [stage.planned_mesh for feed in config.feeds for stage in config.stages_of(feed)]
     tps = [mesh.tp for mesh in (config.planned_mesh, *meshes) if mesh is not None]
     steps = zip(plan.feeds, merged, strict=True)
-    leaving = sum((PREFETCH + 1) * min(_step_tokens(feed), held) for feed, held in steps) * max(tps)
+    leaving = sum((PREFETCH + 1) * min(_step_tokens(feed), num_steps) for feed, num_steps in steps) * max(tps)
     waits = [feed.rules for feed in plan.feeds if feed.rules.late_fields or feed.rules.paces]
     staged = quota * sum(stream.partitions for rules in waits for stream in rules.streams if stream.pushed)
     samples = live // (mean_tokens or MEAN_TOKENS)
@@ -101,7 +101,7 @@ def _merged_tokens(config: BrokerConfig, feed: FeedPlan, mean_tokens: int | None
     if mean_tokens is None or feed.rules.batch is not None:
         return feed.merged_tokens
     step = _step_tokens(feed)
-    window = max(max(each.max_window for each in rules_of_stages(feed.rules)) * mean_tokens, 2 * step)
+    window = max(max(stage.max_window for stage in rules_of_stages(feed.rules)) * mean_tokens, 2 * step)
     return min(feed.merged_tokens, config.steps_ahead * step + window + 2 * step)
 
 

@@ -39,5 +39,5 @@ class ReportLimit:
 
     def take_held_back(self) -> int:
         """Return the number of lines left out, and set the count to 0."""
-        held, self.held_back = self.held_back, 0
-        return held
+        count, self.held_back = self.held_back, 0
+        return count

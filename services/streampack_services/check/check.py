@@ -111,8 +111,8 @@ def check_all(files: Sequence[Path]) -> Tree:
     configs = [(file, read_either(file)) for file in files]
     if len(files) == 1:
         return {"files": result["files"]}
-    brokers = [(file, each) for file, each in configs if isinstance(each, BrokerConfig)]
-    producers = [(file, each) for file, each in configs if isinstance(each, ProducerConfig)]
+    brokers = [(file, config) for file, config in configs if isinstance(config, BrokerConfig)]
+    producers = [(file, config) for file, config in configs if isinstance(config, ProducerConfig)]
     if len(brokers) > 1:
         raise UserError(
             f"Got {len(brokers)} broker.yaml files: {', '.join(str(file) for file, _ in brokers)}. Pass one."
@@ -147,8 +147,8 @@ def key_lines(text: str) -> dict[str, int]:
             return
         for key, value in node.value:
             if key.value == "<<":  # merged keys belong to this node, but are written elsewhere
-                for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    walk(each, path)
+                for item in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    walk(item, path)
         for key, value in node.value:
             if key.value != "<<":
                 here = f"{path}.{key.value}" if path else str(key.value)
@@ -175,12 +175,12 @@ def _values(written: Any, resolved: Any, lines: dict[str, int], path: str = "") 
         before = getattr(written, name, None)
         if isinstance(value, Struct):
             yield from _values(before, value, lines, here)
-        elif isinstance(value, dict) and value and all(isinstance(each, Struct) for each in value.values()):
-            for key, each in value.items():
-                yield from _values(before[key] if before else None, each, lines, f"{here}.{key}")
+        elif isinstance(value, dict) and value and all(isinstance(entry, Struct) for entry in value.values()):
+            for key, entry in value.items():
+                yield from _values(before[key] if before else None, entry, lines, f"{here}.{key}")
         elif isinstance(value, tuple) and value and isinstance(value[0], StageSettings):
-            for each in value:
-                yield from _written(each, lines, f"{here}.{each.name}")
+            for entry in value:
+                yield from _written(entry, lines, f"{here}.{entry.name}")
         else:
             line = lines.get(here)
             source = "file" if line else "default" if value == before else "derived"
@@ -239,8 +239,8 @@ def _first_sentence(meaning: str) -> str:
 def json_schema() -> Tree:
     """Return the JSON schema of broker.yaml and producer.yaml, for editors."""
     kinds, definitions = msgspec.json.schema_components((BrokerConfig, ProducerConfig), ref_template="#/$defs/{name}")
-    for each in definitions.values():
-        each["description"] = cleandoc(each["description"])
+    for definition in definitions.values():
+        definition["description"] = cleandoc(definition["description"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "broker.yaml or producer.yaml of streampack",
@@ -274,7 +274,7 @@ def _resolved_producer(config: ProducerConfig) -> ProducerConfig:
     """Return a producer's settings with the tokenizer of each stream filled in."""
     replace = msgspec.structs.replace
     streams = {
-        name: replace(each, tokenizer=each.tokenizer or config.tokenizer) for name, each in config.streams.items()
+        name: replace(stream, tokenizer=stream.tokenizer or config.tokenizer) for name, stream in config.streams.items()
     }
     return replace(config, streams=streams)
 
@@ -397,19 +397,19 @@ def show_check(result: Tree, whole: bool) -> None:
     """Print the result of ``check_all`` in a few lines, or with ``whole`` every value."""
     console = new_console()
     lines = []
-    for each in result["files"]:
+    for file in result["files"]:
         if whole:
-            console.print(_table("setting", each["values"]))
+            console.print(_table("setting", file["values"]))
             console.print()
-            console.print(_table("what follows", each["follows"]))
+            console.print(_table("what follows", file["follows"]))
             console.print()
         else:
-            lines += summary(each)
-        lines += stage_lines(each["stages"], several_feeds=len(each["stages"]) > 1)
-    of_rows = [_warned(warning) for each in result["files"] for warning in each["warnings"]]
+            lines += summary(file)
+        lines += stage_lines(file["stages"], several_feeds=len(file["stages"]) > 1)
+    of_rows = [_warned(warning) for file in result["files"] for warning in file["warnings"]]
     warnings = [line for text in [*of_rows, *result.get("warnings", ())] for line in warned(text)]
-    names = " and ".join(Path(each["file"]).name for each in result["files"])
-    uses = " and ".join(dict.fromkeys(each["command"] for each in result["files"]))
+    names = " and ".join(Path(file["file"]).name for file in result["files"])
+    uses = " and ".join(dict.fromkeys(file["command"] for file in result["files"]))
     last = f"good: streampack {uses} can use {names}"
     if not whole:
         lines = fitted([*lines, "--all shows every value and its meaning"], len(warnings) + 1)
@@ -433,7 +433,7 @@ def _table(title: str, values: list[Tree]) -> Table:
 
     Print each meaning once, because every stream has the same keys.
     """
-    with_source = any(each["source"] != "derived" for each in values)
+    with_source = any(row["source"] != "derived" for row in values)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(title, no_wrap=True)
     table.add_column("value", overflow="fold", max_width=24)
@@ -441,19 +441,19 @@ def _table(title: str, values: list[Tree]) -> Table:
         table.add_column("from", no_wrap=True)
     table.add_column("meaning", ratio=1, overflow="fold")
     shown: list[str] = []
-    told: set[tuple[str, str]] = set()
-    for each in values:
-        parts = each["path"].split(".")
+    explained: set[tuple[str, str]] = set()
+    for row in values:
+        parts = row["path"].split(".")
         for depth in range(len(parts) - 1):
             if shown[: depth + 1] != parts[: depth + 1]:
                 shown = parts[: depth + 1]
                 table.add_row("  " * depth + parts[depth], style="bold")
         shown = parts[:-1]
-        source = [f"line {each['line']}" if each["line"] else each["source"]] if with_source else []
+        source = [f"line {row['line']}" if row["line"] else row["source"]] if with_source else []
         name = "  " * (len(parts) - 1) + parts[-1].removesuffix("_bytes").replace("_", " " if not with_source else "_")
-        meaning = "" if (name, each["meaning"]) in told else each["meaning"]
-        told.add((name, each["meaning"]))
-        table.add_row(name, _text(each["path"], each["value"]), *source, _first_sentence(meaning))
+        meaning = "" if (name, row["meaning"]) in explained else row["meaning"]
+        explained.add((name, row["meaning"]))
+        table.add_row(name, _text(row["path"], row["value"]), *source, _first_sentence(meaning))
     return table
 
 

@@ -163,8 +163,8 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
     )
     context = multiprocessing.get_context("spawn")
 
-    theirs = "warning" if level == "info" else level  # the parent logs the progress of all
-    set_up_log = functools.partial(logs.set_up, theirs, as_json=as_json, run=broker_run)
+    child_level = "warning" if level == "info" else level  # the parent logs the progress of all
+    set_up_log = functools.partial(logs.set_up, child_level, as_json=as_json, run=broker_run)
 
     def start(name: str) -> tuple[BaseProcess, Connection]:
         """Start a producer process under this name; return the process and the pipe for its messages."""
@@ -223,20 +223,20 @@ class _Supervisor:
     over: tuple[str, float] | None = None
     """(reason, time) of the first process whose work is over, ``done`` or ``stopped``; None before."""
 
-    def until_done(self, asked: Callable[[], bool], show: Callable[[Overall], None], every_s: float) -> None:
-        """Watch the processes until all have ended well or ``asked`` returns True. Raises ProcessFailed.
+    def until_done(self, must_stop: Callable[[], bool], show: Callable[[Overall], None], every_s: float) -> None:
+        """Watch the processes until all have ended well or ``must_stop`` returns True. Raises ProcessFailed.
 
         ``show`` is called with the progress every ``every_s`` seconds.
         """
         shown_at = time.monotonic()
         self.add_up(shown_at)
-        while not asked():
+        while not must_stop():
             open_ = {worker.pipe: worker for worker in self.workers if not worker.said_last}
             if not open_ or (self.over is not None and time.monotonic() - self.over[1] > OVER_S):
                 return
             for pipe in wait(list(open_), timeout=min(every_s, 0.5)):
                 assert isinstance(pipe, Connection)
-                self._hear(open_[pipe], asked)
+                self._hear(open_[pipe], must_stop)
             self.systemd.tell(ready=self.heard, status=line(self.overall))
             now = time.monotonic()
             if now - shown_at >= every_s:
@@ -249,13 +249,13 @@ class _Supervisor:
         parts = [part for worker in self.workers for part in (*worker.read_before, worker.read)]
         self.overall.update(now, parts, [worker.waiting for worker in self.workers], len(self.restarted_at))
 
-    def _hear(self, worker: _Worker, asked: Callable[[], bool]) -> None:
+    def _hear(self, worker: _Worker, must_stop: Callable[[], bool]) -> None:
         """Receive one message from a process; restart the process if it was killed. Raises ProcessFailed."""
         try:
             kind, *rest = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(STOP_S)
-            if not asked():
+            if not must_stop():
                 self._restart(worker)
             return
         if kind == "failed":

@@ -53,11 +53,11 @@ def write_failure(path: Path, content: dict[str, Any], why: str) -> None:
             _replace(path, {"epoch": content["epoch"], "failed": why})
 
 
-def _replace(path: Path, tree: dict[str, Any]) -> None:
-    """Replace the file atomically by a new one with the content ``tree``. Raises OSError."""
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file atomically by a new one with the content ``content``. Raises OSError."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(json.dumps(tree))
+        part.write_text(json.dumps(content))
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
@@ -94,10 +94,10 @@ def answers(endpoint: str, epoch: int, key: Key | None = None, timeout_s: float 
     try:
         poller = Poller([dealer])
         deadline = time.monotonic() + timeout_s
-        asked = 0.0
+        asked_at = 0.0
         while (now := time.monotonic()) < deadline:
-            if now - asked > 0.2:  # a message is lost before the connection is made
-                asked = now
+            if now - asked_at > 0.2:  # a message is lost before the connection is made
+                asked_at = now
                 dealer.send(wire.encode(Envelope(run=0, epoch=0, fence=0, message=ProducerPing(producer="run"))))
             poller.wait(0.1)
             dealer.check()

@@ -26,9 +26,9 @@ class Systemd:
     def __init__(self, env: Mapping[str, str] = os.environ) -> None:
         address = env.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        ours = env.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        is_own = env.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         limit = env.get("WATCHDOG_USEC", "")
-        self._watched = self._address != "" and ours and limit.isdigit()
+        self._watched = self._address != "" and is_own and limit.isdigit()
         self._beat_every_s = int(limit) / 2e6 if self._watched else 0.0  # half, as sd_watchdog_enabled(3) advises
         self._beat_at = self._status_at = 0.0
         self._status = ""

@@ -236,15 +236,15 @@ def _train(
     for dp_rank, tp_rank in itertools.product(range(options.dp), range(tp)):
         links = [context.Pipe() for _ in range(options.cp - 1)]
         for cp_rank in range(options.cp):
-            ours, theirs = context.Pipe(duplex=False)
+            own_end, child_end = context.Pipe(duplex=False)
             mesh = Mesh(dp=options.dp, cp=options.cp, tp=tp, dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank)
             peers = [links[cp_rank - 1][1]] if cp_rank else [near for near, _ in links]
-            arguments = (endpoint, key_file, relay, mesh, options.work_ms, peers, theirs)
+            arguments = (endpoint, key_file, relay, mesh, options.work_ms, peers, child_end)
             rank = context.Process(target=run_rank, args=arguments, daemon=True)
             rank.start()
-            theirs.close()
+            child_end.close()
             ranks.append(rank)
-            pipes.append(ours)
+            pipes.append(own_end)
         for near, far in links:
             near.close()
             far.close()
@@ -309,7 +309,7 @@ def _table(result: dict[str, Any], options: DemoOptions) -> Table:
     table.add_column("meaning", style="dim")
     percent = "{:.3%}".format
     padding = result["waste"]
-    bad = ", ".join(str(result[f"samples_{what}"]) for what in ("lost", "duplicated", "damaged"))
+    bad = ", ".join(str(result[f"samples_{kind}"]) for kind in ("lost", "duplicated", "damaged"))
     rows = [
         ("samples delivered", f"{result['samples_delivered']:,}", f"of {result['samples_produced']:,} in the source"),
         ("lost, repeated, damaged", bad, "by id and checksum"),

@@ -108,12 +108,12 @@ def _check(pack: Pack, step: Step, mesh: Mesh, peers: list[Connection], report: 
         return
     shards = [shard]
     for peer in peers:
-        index, micro_batch, digest, theirs = peer.recv()
+        index, micro_batch, digest, expected = peer.recv()
         _expect(
             (index, micro_batch, digest) == (step.index, pack.micro_batch, step.digest),
             "the ranks of a group read different packs",
         )
-        shards.append(theirs)
+        shards.append(expected)
     report.samples += _reassemble(pack, shards)
     report.packs.append((step.index, pack.micro_batch, int(pack.cu_seqlens[-1]), pack.pack))
     report.slots.append(np.diff(pack.cu_seqlens_padded)[: pack.num_samples].tolist())

@@ -192,7 +192,7 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        what = getattr(reason, "strerror", None) or str(reason)
+        problem = getattr(reason, "strerror", None) or str(reason)
         others = own_runs.listed(but=base)
         if others:
             advice = f"Other brokers of yours on this host: {others}"
@@ -200,7 +200,7 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
             advice = "Pass the broker's HTTP address, which its log shows, or -c with its broker.yaml"
         else:
             advice = "Check the address, and that the broker runs with this address in listen.http"
-        raise Unreachable(f"{base}: got no answer ({what.lower()}). {advice}") from None
+        raise Unreachable(f"{base}: got no answer ({problem.lower()}). {advice}") from None
 
 
 def _parsed(text: str) -> Any:
@@ -239,11 +239,11 @@ def parse_status(tree: Tree) -> BrokerStatus:
             )
         return msgspec.convert(tree, BrokerStatus)
     except msgspec.ValidationError as error:
-        got = (
+        answered = (
             f"streampack {__version__} cannot read the status of a broker with version {tree.get('version')} ({error})"
         )
         part = "installation" if tree.get("version") == __version__ else "version"
-        raise PeerError(f"{got}. Use the streampack command of the broker's {part}, or pass --json") from None
+        raise PeerError(f"{answered}. Use the streampack command of the broker's {part}, or pass --json") from None
 
 
 def fetch_node(endpoint: str | None, feeds: Iterable[str], node: str, timeout_s: float) -> dict[str, Tree]:

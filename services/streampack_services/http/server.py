@@ -97,7 +97,7 @@ def make_app(
         return JSONResponse(ring.since(int(since)) if ring is not None else [])
 
     handlers = {"/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": status, "/events": events}
-    routes = [Route(path, each) for path, each in handlers.items()] + page.routes(history)
+    routes = [Route(path, handler) for path, handler in handlers.items()] + page.routes(history)
     if ask_broker is not None:
         routes += [
             Route(path, control.handler(path, ask_broker, any_host), methods=["POST"]) for path in control.BODIES
@@ -107,8 +107,8 @@ def make_app(
 
 def _ranks(now: BrokerStatus, request: Request, rank_page: RankPages) -> Response:
     """Answer with ranks of a feed: from number ``ranks`` on, all or those of ``node``, as JSON."""
-    asked = request.query_params
-    feed, node, first = asked.get("feed", next(iter(now.feeds))), asked.get("node"), asked.get("ranks", "0")
+    params = request.query_params
+    feed, node, first = params.get("feed", next(iter(now.feeds))), params.get("node"), params.get("ranks", "0")
     if feed not in now.feeds:
         return JSONResponse({"error": f"feed: got {feed[:100]!r}, expected the name of a feed in /status"}, 404)
     if not first.isascii() or not first.isdigit() or len(first) > 9:
@@ -220,7 +220,7 @@ def standby_app(run: str, status: Callable[[], FollowingStatus]) -> Starlette:
         return Response(series(STANDBY_METRICS, status()), media_type=CONTENT_TYPE)
 
     handlers = {"/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": state}
-    return Starlette(routes=[Route(path, each) for path, each in handlers.items()])
+    return Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
 
 
 def _listen(host: str, port: int, address: str) -> socket.socket:
@@ -235,8 +235,8 @@ def _listen(host: str, port: int, address: str) -> socket.socket:
                 f"cannot listen on {address} for HTTP: got an address of no interface of this machine, expected one of "
                 f"its own addresses. Use 0.0.0.0 for all of them, as in listen.http: 0.0.0.0:7400"
             ) from None
-        what = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
+        problem = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
         raise UserError(
-            f"cannot listen on {address} for HTTP: {what.lower()}. Stop the other process, or pass another address "
+            f"cannot listen on {address} for HTTP: {problem.lower()}. Stop the other process, or pass another address "
             f"with listen.http or --http (port 0 takes any free port)"
         ) from None

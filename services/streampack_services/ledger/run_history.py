@@ -153,7 +153,7 @@ class FeedHistory:
 
     def changes_at(self, step: int, lsn: int = LATEST) -> list[RulesFrom]:
         """Return the first rules and those of each change up to ``step``, in order; ``lsn`` as for ``rules_at``."""
-        return sorted((each for each in self.rules if each.step <= step and each.lsn <= lsn), key=_place_of)
+        return sorted((change for change in self.rules if change.step <= step and change.lsn <= lsn), key=_place_of)
 
     def rules_of_sample(self, stream: str, index: int) -> Rules:
         """Return the rules by which sample ``index`` of a stream was merged, which say where it was cut."""
@@ -209,13 +209,13 @@ class FeedHistory:
         """Return the name of the stage that a change begins; ``start`` for the rules that the run began with."""
         if change.note is None:
             return "start"
-        known = None if change.id is None else self.scheduled.get(change.id)
-        return change.note.partition(", asked at step")[0] if known is None else known.name
+        change_asked = None if change.id is None else self.scheduled.get(change.id)
+        return change.note.partition(", asked at step")[0] if change_asked is None else change_asked.name
 
     @property
     def streams(self) -> dict[str, StreamRules]:
         """Latest rules of every stream that the feed has or had, by name."""
-        return {stream.name: stream for each in self.rules for stream in each.rules.streams}
+        return {stream.name: stream for change in self.rules for stream in change.rules.streams}
 
     def rules_of(self, snapshot: Snapshot) -> Rules:
         """Return the rules that the merge used when a snapshot was taken."""
@@ -291,8 +291,8 @@ class RunHistory:
                 return self._snapshot(lsn, self._feed(feed), record, brought)
             case RulesChanged(feed=feed, change=change):
                 return self._change(lsn, self._feed(feed), change)
-            case ChangeAsked(feed=feed, change=asked):
-                return _add_once(self._feed(feed).asked, asked)
+            case ChangeAsked(feed=feed, change=scheduled):
+                return _add_once(self._feed(feed).asked, scheduled)
             case ChangeCanceled(feed=feed, id=number, note=note):
                 return self._cancel(self._feed(feed), number, note or "")
             case LineageBegan(feed=feed):
@@ -329,10 +329,10 @@ class RunHistory:
         new = False
         for name, facts in record.feeds.items():
             new |= self._facts(lsn, self._feed(name), facts)
-        for stream, known in record.streams.items():
-            if known.source_digest:
-                new |= self._source(stream, known.source_digest, known.begin)
-            for partition, total in enumerate(known.totals):
+        for stream, stream_facts in record.streams.items():
+            if stream_facts.source_digest:
+                new |= self._source(stream, stream_facts.source_digest, stream_facts.begin)
+            for partition, total in enumerate(stream_facts.totals):
                 if total is not None:
                     new |= _add_once(self.totals.setdefault((stream, partition), []), total)
         return new
@@ -341,15 +341,15 @@ class RunHistory:
         """Add the facts of one feed in a ``Base`` record; return whether any of them is new."""
         new = self._lineage(feed, Lineage(facts.lineage, facts.lineage_step, lsn))
         rules = replace(facts.rules, stages=()) if facts.rules.stages else facts.rules
-        if not any(known.note is None and known.rules == rules for known in feed.rules):
+        if not any(change.note is None and change.rules == rules for change in feed.rules):
             feed.rules.append(RulesFrom(lsn, facts.lineage_step if feed.rules else 0, rules))
             feed.stages = facts.rules.stages
             new = True
         for change in facts.changes:
             new |= self._change(lsn, feed, change)
         schedule = facts.schedule or Schedule()
-        for asked in schedule.asked:
-            new |= _add_once(feed.asked, asked)
+        for change_asked in schedule.asked:
+            new |= _add_once(feed.asked, change_asked)
         for number in schedule.canceled:
             new |= number not in feed.canceled and self._cancel(feed, number, "")
         for first, last in facts.skips:
@@ -363,8 +363,8 @@ class RunHistory:
         number = None if change.id is UNSET else change.id
         merged = None if change.merged is UNSET else change.merged
         facts = change.rules, change.note
-        same = [known for known in feed.rules if number is not None and known.id == number] or [
-            known for known in feed.rules if None in (number, known.id) and (known.rules, known.note) == facts
+        same = [change for change in feed.rules if number is not None and change.id == number] or [
+            change for change in feed.rules if None in (number, change.id) and (change.rules, change.note) == facts
         ]
         if not same:
             feed.rules.append(RulesFrom(lsn, change.step, change.rules, change.note, change.position, number, merged))
@@ -383,7 +383,7 @@ class RunHistory:
 
     def _lineage(self, feed: FeedHistory, lineage: Lineage) -> bool:
         """Add a lineage; return whether it is new."""
-        if any((known.number, known.step) == (lineage.number, lineage.step) for known in feed.lineages):
+        if any((entry.number, entry.step) == (lineage.number, lineage.step) for entry in feed.lineages):
             return False
         feed.lineages.append(lineage)
         return True
@@ -429,9 +429,9 @@ def _place_of(change: RulesFrom) -> tuple[int, int]:
     return change.step, change.lsn
 
 
-def _add_once(known: list[T], fact: T) -> bool:
-    """Add a fact that is not in ``known`` yet; return whether it was new."""
-    new = fact not in known
+def _add_once(facts: list[T], fact: T) -> bool:
+    """Add a fact that is not in ``facts`` yet; return whether it was new."""
+    new = fact not in facts
     if new:
-        known.append(fact)
+        facts.append(fact)
     return new

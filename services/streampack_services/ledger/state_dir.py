@@ -29,8 +29,8 @@ log = logging.getLogger("streampack.ledger")
 def state_folder(state_dir: Path | None, config: Path | None) -> Path:
     """Return the state_dir that the user names, directly or by a broker.yaml. Raises UserError if it has no log."""
     if (state_dir is None) == (config is None):
-        got = "neither --state-dir nor --config" if config is None else "both --state-dir and --config"
-        raise UserError(f"Got {got}. Pass exactly one of them to name the log.")
+        options = "neither --state-dir nor --config" if config is None else "both --state-dir and --config"
+        raise UserError(f"Got {options}. Pass exactly one of them to name the log.")
     if config is not None:
         named = read_broker(config).state_dir
         if named is None:
@@ -112,7 +112,7 @@ def rebuild(state_dir: Path) -> Tree:
     finally:
         fresh.unlink(missing_ok=True)
     changed = [row for row, crc in before.items() if row in after and after[row] != crc]
-    gone = [row for row in before if row not in after]
+    removed = [row for row in before if row not in after]
     return {
         "file": str(path),
         "records": records,
@@ -121,7 +121,7 @@ def rebuild(state_dir: Path) -> Tree:
         "kept": sum(before.get(row) == crc for row, crc in after.items()),
         "new": sum(row not in before for row in after),
         "repaired": [_row_name(row) for row in changed],
-        "gone": [_row_name(row) for row in gone],
+        "gone": [_row_name(row) for row in removed],
         "damage": damage,
     }
 

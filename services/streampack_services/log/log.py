@@ -171,8 +171,8 @@ class Log:
                     yield LogEntry(lsn, kind, body)
                     lsn += 1
             if lsn < upto:
-                what = f"bytes that are not record {lsn}"
-                raise damaged(segment.path, segment.offset(lsn), what, f"record {lsn}, which was written there")
+                problem = f"bytes that are not record {lsn}"
+                raise damaged(segment.path, segment.offset(lsn), problem, f"record {lsn}, which was written there")
 
     def read(self, lsn: int) -> LogEntry:
         """Return record ``lsn``. Raises LogDamaged as ``entries`` does, InternalError if there is no such record."""

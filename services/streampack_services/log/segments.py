@@ -330,9 +330,9 @@ def _gap(segment: Segment, first_lsn: int | None) -> LogDamaged:
 
 def _lost(segment: Segment) -> LogDamaged:
     """Return the error for a record that was synced and is bad."""
-    what = f"bytes that are not record {segment.next_lsn}"
+    problem = f"bytes that are not record {segment.next_lsn}"
     expected = f"the whole record, because all bytes below {segment.synced} were synced"
-    return damaged(segment.path, segment.end, what, expected)
+    return damaged(segment.path, segment.end, problem, expected)
 
 
 def _cut_tail(segment: Segment) -> None:

@@ -44,8 +44,8 @@ def why(plan: Tree, overlong: str | None) -> list[str]:
         _meshes,
         _steps,
     )
-    asked = plan | {"overlong": overlong}
-    return [sentence for part in parts for sentence in part(asked, plan["take"])]
+    values = plan | {"overlong": overlong}
+    return [sentence for part in parts for sentence in part(values, plan["take"])]
 
 
 def broker_yaml(plan: Tree, overlong: str | None) -> str:
@@ -59,10 +59,10 @@ def broker_yaml(plan: Tree, overlong: str | None) -> str:
     if plan["rejected"]:
         rules["poison"] = "drop"
     mesh = {name: size for name, size in take["mesh"].items() if size > 1 and name != "pp"}
-    tree = {"rules": rules, "planned_mesh": mesh, "precision": plan["precision"]}
+    settings = {"rules": rules, "planned_mesh": mesh, "precision": plan["precision"]}
     if take["memory_bytes"] > parse_size(MEMORY, "memory"):
-        tree["memory"] = f"{-(-take['memory_bytes'] // 2**30)}GiB"
-    return "\n".join(f"{key}: {flow_yaml(value)}" for key, value in tree.items() if value)
+        settings["memory"] = f"{-(-take['memory_bytes'] // 2**30)}GiB"
+    return "\n".join(f"{key}: {flow_yaml(value)}" for key, value in settings.items() if value)
 
 
 def flow_yaml(value: Any) -> str:

@@ -35,66 +35,66 @@ PARTITIONS = 4
 """Partitions of a stream, the default of broker.yaml."""
 
 
-def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
+def read(args: PlanInputs) -> tuple[Workload, PlanOptions]:
     """Return the lengths and the grid of settings that the arguments of ``streampack plan`` ask for.
 
     Raises UserError for wrong arguments, SourceError for unreadable sources, Unreachable if no broker answers.
     """
-    configs, what = list(given.configs), given.what
-    if what is not None and what.endswith((".yaml", ".yml")):
-        configs, what = [*configs, Path(what)], None
+    configs, source = list(args.configs), args.what
+    if source is not None and source.endswith((".yaml", ".yml")):
+        configs, source = [*configs, Path(source)], None
     broker, producer = _configs(configs)
-    base = base_of_broker(broker, given.feed) if broker is not None else PlanOptions(Rules(window="auto", in_turn=True))
-    if what is None and producer is not None:
-        options = options_of(given, base)
-        return _of_producer(given, producer, base), options
-    if what is None:
+    base = base_of_broker(broker, args.feed) if broker is not None else PlanOptions(Rules(window="auto", in_turn=True))
+    if source is None and producer is not None:
+        options = options_of(args, base)
+        return _of_producer(args, producer, base), options
+    if source is None:
         raise UserError(
             "There are no lengths to plan for. Pass a file of lengths, a broker's address, a state_dir or -c "
             "producer.yaml."
         )
     if producer is not None:
-        raise UserError(f"Got both {what} and a producer.yaml to read lengths from. Pass only one of them.")
-    run = _run(what, given.feed, given.timeout_s, waiting=True)
+        raise UserError(f"Got both {source} and a producer.yaml to read lengths from. Pass only one of them.")
+    run = _run(source, args.feed, args.timeout_s, waiting=True)
     if run is None:
-        options = options_of(given, base.without_media())
-        return _noted(_of_file(given, what), base), options
+        options = options_of(args, base.without_media())
+        return _noted(_of_file(args, source), base), options
     if broker is None:
-        base = base_of_run(run, other_mesh=bool(given.meshes))
+        base = base_of_run(run, other_mesh=bool(args.meshes))
     if run.media_sizes is None or not base.has_media:
-        return _noted(run.workload(given.samples or TO_PACK), base), options_of(given, base.without_media())
-    return run.workload(given.samples or TO_PACK, media=True), options_of(given, base)
+        return _noted(run.workload(args.samples or TO_PACK), base), options_of(args, base.without_media())
+    return run.workload(args.samples or TO_PACK, media=True), options_of(args, base)
 
 
-def read_stage(given: PlanInputs) -> tuple[Workload, PlanOptions, RunningFeed]:
+def read_stage(args: PlanInputs) -> tuple[Workload, PlanOptions, RunningFeed]:
     """Return the lengths, the grid of settings and the feed for ``streampack plan --stage``.
 
     Raises UserError for wrong arguments, Unreachable if no broker answers.
     """
-    if given.configs or given.packer or given.meshes or given.shapes or given.packs or given.batch or given.precision:
+    if args.configs or args.packer or args.meshes or args.shapes or args.packs or args.batch or args.precision:
         raise UserError(
             "Got --stage with options for other rules or another mesh. A stage is planned for the running broker: pass "
             "its address, and --budget or --window at most."
         )
-    if given.what is not None and not given.what.startswith(("http://", "https://", "file://")):
-        raise UserError(f"Got --stage with {given.what}. Pass the address of a running broker, e.g. http://node0:7400.")
-    status = http_client.read_status(given.what, given.timeout_s)
-    run = run_lengths.from_status(status, given.feed, waiting=True)
+    if args.what is not None and not args.what.startswith(("http://", "https://", "file://")):
+        raise UserError(f"Got --stage with {args.what}. Pass the address of a running broker, e.g. http://node0:7400.")
+    status = http_client.read_status(args.what, args.timeout_s)
+    run = run_lengths.from_status(status, args.feed, waiting=True)
     base = base_of_run(run, other_mesh=False).without_media()
-    options = options_of(given, base)
+    options = options_of(args, base)
     if (now := options.rules.budget) not in options.budgets:
         options = replace(options, budgets=(now, *options.budgets))
     options = replace(options, budgets=tuple(sorted(options.budgets, key=lambda budget: budget != now)))
     packers = {"exact_fill": ("exact_fill", "joint"), "joint": ("joint", "exact_fill")}
     own = options.packers[0]
     others = packers.get(own, (own,)) if run.rules.batch is None else (own,)
-    name = given.feed or next(iter(status.feeds))
+    name = args.feed or next(iter(status.feeds))
     feed = status.feeds[name]
     running = RunningFeed(
-        status.endpoints.get("http", given.what or ""), run.rules, feed.steps.formed, feed.held_limit_tokens,
+        status.endpoints.get("http", args.what or ""), run.rules, feed.steps.formed, feed.held_limit_tokens,
         sum(stream.overlong for stream in status.streams if stream.feed == name), run.mesh,
     )  # fmt: skip
-    return _noted(run.workload(given.samples or TO_PACK), base), replace(options, packers=others), running
+    return _noted(run.workload(args.samples or TO_PACK), base), replace(options, packers=others), running
 
 
 def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
@@ -139,7 +139,7 @@ def _noted(workload: Workload, base: PlanOptions) -> Workload:
     return replace(workload, notes=[*workload.notes, note])
 
 
-def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanOptions) -> Workload:
+def _of_producer(args: PlanInputs, producer: ProducerConfig, base: PlanOptions) -> Workload:
     """Read and tokenize samples of the streams in producer.yaml; return their lengths, and the sizes of their media."""
     import_from_here()
     declared = [field for field in base.rules.all_fields if field.of_media]
@@ -154,22 +154,22 @@ def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanOptions)
         )
         unread |= set(fields) - media - {LOSS_MASK}
     sources: Mapping[str, Source] = open_sources(msgspec.structs.replace(producer, streams=streams))
-    what = ", ".join(partitions)
+    names = ", ".join(partitions)
     if len(partitions) > 1 and not base.keep_budget:
-        what += " (equal weights; pass -c broker.yaml for others)"
-    workload = sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed, declared)
+        names += " (equal weights; pass -c broker.yaml for others)"
+    workload = sampling.sample(names, sources, partitions, args.samples or TO_TOKENIZE, base.rules.seed, declared)
     if unread and not base.keep_budget:
         note = (
             f"the forecast counts tokens only: to read media in {', '.join(sorted(unread))}, pass -c broker.yaml, too"
         )
         workload = replace(workload, notes=[*workload.notes, note])
-    return _with_total(workload, given)
+    return _with_total(workload, args)
 
 
-def _of_file(given: PlanInputs, what: str) -> Workload:
+def _of_file(args: PlanInputs, what: str) -> Workload:
     """Read a file of lengths. Raises UserError for any other path."""
     if is_lengths(Path(what)):
-        return of_lengths(Path(what).name, read_lengths(Path(what)), given.samples or TO_PACK, given.total)
+        return of_lengths(Path(what).name, read_lengths(Path(what)), args.samples or TO_PACK, args.total)
     if Path(what).is_dir():
         raise UserError(
             f"{what} is a folder without a log. Pass a broker's state_dir, its address, or a file of lengths."
@@ -180,17 +180,17 @@ def _of_file(given: PlanInputs, what: str) -> Workload:
     )
 
 
-def _with_total(workload: Workload, given: PlanInputs) -> Workload:
+def _with_total(workload: Workload, args: PlanInputs) -> Workload:
     """Return ``workload`` with the samples per pass of ``--total``. Raises UserError for an impossible number."""
-    if given.total is None:
+    if args.total is None:
         return workload
     if len(workload.streams) > 1:
         raise UserError("Got --total and several streams, but --total needs exactly one stream. Leave --total out.")
     stream = workload.streams[0]
-    if stream.whole or given.total < stream.num_samples:
-        raise UserError(f"--total is {given.total:,} samples, but {stream.num_samples:,} samples were read"
+    if stream.whole or args.total < stream.num_samples:
+        raise UserError(f"--total is {args.total:,} samples, but {stream.num_samples:,} samples were read"
                         f"{', the whole stream' if stream.whole else ''}. Leave --total out.")  # fmt: skip
-    return replace(workload, streams=(replace(stream, total=float(given.total), shard_samples=None, every=None),))
+    return replace(workload, streams=(replace(stream, total=float(args.total), shard_samples=None, every=None),))
 
 
 def _configs(files: list[Path]) -> tuple[BrokerConfig | None, ProducerConfig | None]:

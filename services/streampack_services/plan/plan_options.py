@@ -200,69 +200,69 @@ def base_of_run(run: Served, *, other_mesh: bool) -> PlanOptions:
     return replace(options, align=rules.align, joint=joint, meshes=(run.mesh,) if run.mesh else ONE_RANK)
 
 
-def options_of(given: PlanInputs, base: PlanOptions) -> PlanOptions:
+def options_of(args: PlanInputs, base: PlanOptions) -> PlanOptions:
     """Return the settings to forecast. Raises UserError for wrong arguments and for rules without packing."""
     if base.rules.padded:
         raise UserError(
             "The rules have `padded: true`, but plan forecasts packs. Pass only the lengths, or plan a single batch "
             "with streampack.plan_step(mode='padded')."
         )
-    meshes = tuple(map(_mesh, given.meshes)) or base.meshes
+    meshes = tuple(map(_mesh, args.meshes)) or base.meshes
     packer, rules = base.rules.new_packer().name, with_packer(base.rules, base.rules.packer)
-    rules, step = _with_step(given, rules, base)
-    budgets = _numbers(given.budget, "budget") or (rules.budget,)
-    windows: tuple[Window, ...] = ("auto",) if given.window == "auto" else _numbers(given.window, "window")
+    rules, step = _with_step(args, rules, base)
+    budgets = _numbers(args.budget, "budget") or (rules.budget,)
+    windows: tuple[Window, ...] = ("auto",) if args.window == "auto" else _numbers(args.window, "window")
     windows = windows or (rules.window,)
     if len(budgets) == 1:  # half, twice and four times as many tokens
         budgets = (*budgets, *(budget for budget in (budgets[0] // 2, budgets[0] * 2, budgets[0] * 4) if budget))
     if len(windows) == 1:
         windows = tuple(dict.fromkeys((*windows, 256, 1024, 4096)))
-    packers = _words(given.packer)
+    packers = _words(args.packer)
     for name in packers:
         _must_be_known("--packer", name, tuple(PACKERS))
     if len(packers) <= 1:  # all that go together with the rules: only exact_fill keeps limits of media
-        known = PACKERS if rules.limits is None else ("exact_fill", "joint")
-        others = [name for name in known if name != "none" and (rules.batch is None or name != "joint")]
+        allowed = PACKERS if rules.limits is None else ("exact_fill", "joint")
+        others = [name for name in allowed if name != "none" and (rules.batch is None or name != "joint")]
         packers = tuple(dict.fromkeys((*(packers or (packer,)), *others)))
     policies = {stream.overlong for stream in rules.streams} - {"error"}
     common = policies.pop() if len(policies) == 1 else None
-    overlong = given.overlong if given.overlong is not None else common
+    overlong = args.overlong if args.overlong is not None else common
     _must_be_known("--overlong", overlong, get_args(Overlong))
-    _must_be_known("--precision", given.precision, get_args(Precision))
+    _must_be_known("--precision", args.precision, get_args(Precision))
     return replace(
         base, rules=rules, budgets=budgets, windows=windows, packers=packers, meshes=meshes,
-        shapes=tuple(map(_shape, given.shapes)), step=step, overlong=cast("Overlong | None", overlong),
-        precision=cast("Precision | None", given.precision) or base.precision,
-        keep_budget=base.keep_budget or given.budget is not None, overlong_of_all=given.overlong is not None,
+        shapes=tuple(map(_shape, args.shapes)), step=step, overlong=cast("Overlong | None", overlong),
+        precision=cast("Precision | None", args.precision) or base.precision,
+        keep_budget=base.keep_budget or args.budget is not None, overlong_of_all=args.overlong is not None,
     )  # fmt: skip
 
 
-def _with_step(given: PlanInputs, rules: Rules, base: PlanOptions) -> tuple[Rules, dict[str, Any]]:
+def _with_step(args: PlanInputs, rules: Rules, base: PlanOptions) -> tuple[Rules, dict[str, Any]]:
     """Return the rules with the requested step, and the setting ``step`` for broker.yaml.
 
     The second value is empty if a step is a number of packs. Raises UserError if arguments contradict each other, or
     if the number of samples in a batch is not known.
     """
-    if given.packs is not None and given.batch is not None:
+    if args.packs is not None and args.batch is not None:
         raise UserError(
             "Got both --packs and --batch. Pass --packs for steps of packs, or --batch for steps of samples."
         )
-    if given.packs is not None:
-        return msgspec.structs.replace(rules, packs=given.packs, batch=None), {}
-    asked = rules.batch if rules.batch is not None or given.batch is None else Batch(samples=given.batch)
-    if asked is None:
+    if args.packs is not None:
+        return msgspec.structs.replace(rules, packs=args.packs, batch=None), {}
+    batch = rules.batch if rules.batch is not None or args.batch is None else Batch(samples=args.batch)
+    if batch is None:
         return rules, {}
-    if given.window is not None:
+    if args.window is not None:
         raise UserError("Got --window, but each step is a whole batch and needs no window. Leave --window out.")
-    samples = given.batch or asked.samples or base.batch_samples
+    samples = args.batch or batch.samples or base.batch_samples
     if samples is None:
         raise UserError(
             "With `step: {end_of_batch: true}`, the size of a batch is not known. Pass its number of samples with "
             "--batch."
         )
-    ends: dict[str, Any] = {"end_of_batch": True} if asked.samples is None else {"samples": samples}
-    step = ends | {key: value for key, value in msgspec.to_builtins(asked).items() if key != "samples"}
-    return msgspec.structs.replace(rules, batch=msgspec.structs.replace(asked, samples=samples, min_samples=1)), step
+    ends: dict[str, Any] = {"end_of_batch": True} if batch.samples is None else {"samples": samples}
+    step = ends | {key: value for key, value in msgspec.to_builtins(batch).items() if key != "samples"}
+    return msgspec.structs.replace(rules, batch=msgspec.structs.replace(batch, samples=samples, min_samples=1)), step
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -166,23 +166,23 @@ def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate |
         return None
     empty = 0 if run.rules.padded else run.empty_packs * int(run.rules.own_widths(np.zeros(1, np.int64))[0])
     slots = run.tokens_per_s * (run.pack_slots + empty) / run.tokens
-    whose = f"{counted(count, 'GPU')} as given" if gpus else f"the {counted(count, 'attached rank')}"
-    said = f"the broker's current {run.tokens_per_s:,.0f} tokens per second, divided by {whose}"
-    return Rate(count, slots / count, said)
+    gpus_text = f"{counted(count, 'GPU')} as given" if gpus else f"the {counted(count, 'attached rank')}"
+    speed = f"the broker's current {run.tokens_per_s:,.0f} tokens per second, divided by {gpus_text}"
+    return Rate(count, slots / count, speed)
 
 
 def _batching_figures(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> Tree:
     """Return slots, utilization and GPU hours of a way of batching; with the run's ``own`` slots, also the savings."""
-    tree: Tree = {"slots": slots, "utilization": tokens / max(slots, 1)}
+    result: Tree = {"slots": slots, "utilization": tokens / max(slots, 1)}
     if own is not None:
-        tree |= {"saved_slots": slots - own, "saved_share": (slots - own) / max(slots, 1)}
+        result |= {"saved_slots": slots - own, "saved_share": (slots - own) / max(slots, 1)}
     if rate is not None:
         per_hour = rate.tokens_per_s * 3600
-        tree["gpu_hours"] = slots / per_hour
+        result["gpu_hours"] = slots / per_hour
         if own is not None:
-            tree["saved_gpu_hours"] = (slots - own) / per_hour
-            tree["saved_hours"] = (slots - own) / per_hour / rate.gpus
-    return tree
+            result["saved_gpu_hours"] = (slots - own) / per_hour
+            result["saved_hours"] = (slots - own) / per_hour / rate.gpus
+    return result
 
 
 def _assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
@@ -259,7 +259,7 @@ def _stages_table(rows: list[Tree]) -> Table:
 def _show_order(console: Console, rows: list[Tree]) -> None:
     """Print the order of the samples as a table, a row for each part of the steps."""
     streams = [row["streams"] for row in rows]
-    off = {name: max(abs((each[name]["share"] or 0.0) - (each[name]["weight_share"] or 0.0)) for each in streams)
+    off = {name: max(abs((row[name]["share"] or 0.0) - (row[name]["weight_share"] or 0.0)) for row in streams)
            for name in streams[0]}  # fmt: skip
     furthest = sorted(off, key=lambda name: -off[name])[:MOST_STREAMS]
     table = _order_table(rows, furthest)
@@ -291,7 +291,7 @@ def _order_table(rows: list[Tree], furthest: list[str]) -> Table:
         table.add_row(
             "{:,} to {:,}".format(*row["steps"]), f"{row['mean_length']:,.0f}",
             *("-" if moved is None else f"{moved[figure]:,}" for figure in figures),
-            *(f"{_percent(each['share'])} of {_percent(each['weight_share'])}" for each in streams),
+            *(f"{_percent(row['share'])} of {_percent(row['weight_share'])}" for row in streams),
         )  # fmt: skip
     return table
 

@@ -91,8 +91,8 @@ def _limits(running: RunningFeed, stage: Tree) -> list[str]:
     """Return what a person must know before asking for the stage, as sentences. Raises ValueError if it cannot be."""
     mesh = running.mesh or PlanMesh()
     terms = MeshTerms(PlannedMesh(dp=mesh.dp, cp=mesh.cp), "zigzag", None, None, running.rules.balance.group)
-    asked = resolved(msgspec.convert(stage, StageSettings), running.rules, terms)
-    after = apply_change(running.rules, asked, running.next_step)
+    stage_rules = resolved(msgspec.convert(stage, StageSettings), running.rules, terms)
+    after = apply_change(running.rules, stage_rules, running.next_step)
     sentences, needed = list[str](), needed_tokens(after, after.budget + 1)
     if needed > running.held_tokens:
         sentences.append(

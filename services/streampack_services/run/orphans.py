@@ -72,13 +72,13 @@ def end_descendants() -> None:
     """End and reap every process below this one: SIGTERM, then SIGKILL after LAST_WORDS_S seconds."""
     deadline = time.monotonic() + LAST_WORDS_S
     number = signal.SIGTERM
-    told: set[int] = set()
+    terminated: set[int] = set()
     while below := descendants(os.getpid()):
         if time.monotonic() > deadline:
             number = signal.SIGKILL
         for pid in below:
-            if number == signal.SIGKILL or pid not in told:
-                told.add(pid)
+            if number == signal.SIGKILL or pid not in terminated:
+                terminated.add(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         if time.monotonic() > deadline + LAST_WORDS_S:
@@ -101,7 +101,7 @@ def descendants(pid: int) -> list[int]:
     while at < len(below):
         below += children.get(below[at], [])
         at += 1
-    return [each for each in below if not _compiles(each)]
+    return [process for process in below if not _compiles(process)]
 
 
 def _compiles(pid: int) -> bool:

@@ -71,11 +71,11 @@ def show_status(status: BrokerStatus) -> None:
         _print(console, rank_lines(feed, "waits", console.width, None))
 
 
-def show_standby(tree: dict[str, Any]) -> None:
+def show_standby(status: dict[str, Any]) -> None:
     """Print the status of a broker that is not active, as its ``/status`` has it."""
-    standby = tree["standby"]
+    standby = status["standby"]
     console = new_console()
-    console.print(printable(Text.assemble((str(tree["run"]), "bold"), f"  standby on {standby['name']}")))
+    console.print(printable(Text.assemble((str(status["run"]), "bold"), f"  standby on {standby['name']}")))
     facts = Table.grid(padding=(0, 2))
     facts.add_row("state", str(standby["waits_for"]))
     facts.add_row("may take over", "yes" if standby["is_member"] else "no")
@@ -147,8 +147,8 @@ def _packing(feed: FeedStatus) -> Facts:
     if figures.cost_max_over_mean:
         cost = f"{figures.cost_max_over_mean:.3f} by micro-batch, {figures.step_cost_max_over_mean:.3f} by step"
     ranks = [
-        f"{when} balancing {count_text(each.min)} to {count_text(each.max)}"
-        for when, each in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after))
+        f"{when} balancing {count_text(balance.min)} to {count_text(balance.max)}"
+        for when, balance in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after))
     ]
     return (
         ("packed", f"{packed}, {count_text(feed.tokens_per_s)} tokens/s"),
@@ -184,10 +184,10 @@ def _waits(view: FeedView) -> Facts:
     longest = f"p99 {counted(waits.p99_steps, 'step')}, longest {waits.longest_steps}{bound}"
     outliers = "" if waits.outliers is None else f"; {counted(waits.outliers, 'outlier')} waiting now"
     window = f"{counted(feed.window.samples, 'sample')}, {count_text(feed.window.tokens)}"
-    held = f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)}"
+    memory = f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)}"
     return (
         ("data wait", view.waits_text(" of all ranks' time") if view.ranks else "-"),
-        ("window", f"{window} tokens; {held} tokens held"),
+        ("window", f"{window} tokens; {memory} tokens held"),
         ("window waits", f"{longest}{outliers}"),
         ("displacement", view.displacement),
     )

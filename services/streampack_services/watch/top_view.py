@@ -155,8 +155,8 @@ def _head(view: BrokerView, feed: FeedView, options: PageOptions, width: int) ->
     second = row((f"feed {feed.name}", "bold"), again, "steps " + ", ".join(steps))
     kind = "bad" if options.trouble else served.headline.kind
     text = printable(Text(options.trouble or served.headline.text)).plain
-    told = textwrap.wrap(text, max(width, 1), max_lines=HEADLINE, placeholder="…") or [""]
-    return [first, second, *(Text(line, style=KINDS[kind]) for line in told)]
+    lines = textwrap.wrap(text, max(width, 1), max_lines=HEADLINE, placeholder="…") or [""]
+    return [first, second, *(Text(line, style=KINDS[kind]) for line in lines)]
 
 
 def _keys(view: BrokerView, feed: FeedView, options: PageOptions) -> Text:
@@ -164,7 +164,7 @@ def _keys(view: BrokerView, feed: FeedView, options: PageOptions) -> Text:
     other = "data wait" if options.measure == "cost" else "cost"
     feeds = "f next feed" if len(view.feeds) > 1 else ""
     ranks = f"c ranks by {other}" if len(feed.ranks) > MOST_ROWS and not feed.status.ranks.left_out else ""
-    return Text("  ".join(each for each in ("q quit", feeds, ranks) if each), style="dim")
+    return Text("  ".join(part for part in ("q quit", feeds, ranks) if part), style="dim")
 
 
 # The blocks
@@ -202,10 +202,10 @@ def _shown(view: BrokerView, feed: FeedView) -> list[tuple[str, str]]:
 def _chart(feed: FeedView, width: int) -> list[Text]:
     """Return a title and a chart of the tokens per second over the last minutes; nothing without two known values."""
     rates = rates_of(feed.rates, width - LABEL)
-    known = [rate for rate in rates if rate is not None]
-    if len(known) < 2:
+    known_rates = [rate for rate in rates if rate is not None]
+    if len(known_rates) < 2:
         return []
-    labels = [count_text(max(known)), *[""] * (CHART - 2), "0"]
+    labels = [count_text(max(known_rates)), *[""] * (CHART - 2), "0"]
     lines = [
         Text.assemble((label.rjust(LABEL - 2), "dim"), "  ", line)
         for label, line in zip(labels, chart(rates, CHART), strict=True)
@@ -218,7 +218,7 @@ def _shares(feed: FeedView, width: int) -> list[Text]:
     lines = []
     for name, note, shares in (
         ("data wait", "share of all ranks' time", feed.waits_by_cause),
-        ("padding", "share of delivered tokens", sorted(feed.padding_by_cause, key=lambda each: -each[1])),
+        ("padding", "share of delivered tokens", sorted(feed.padding_by_cause, key=lambda cause: -cause[1])),
     ):
         rows: list[list[Cell]] = [
             [cause, f"{share:.2%}", bar(share, max(width - 30, 10), "magenta")] for cause, share in shares[:5]
@@ -328,7 +328,7 @@ def late_lines(streams: Sequence[StreamView], width: int, room: int | None = Non
         room: Most lines; None for any number.
     """
     late_streams = [(stream, late) for stream in streams if (late := stream.status.late) is not None]
-    late_streams.sort(key=lambda each: -each[1].oldest_s)
+    late_streams.sort(key=lambda stream: -stream[1].oldest_s)
     shown = late_streams if room is None or len(late_streams) + 2 <= room else late_streams[: max(room - 2, 1)]
     rows: list[list[Cell]] = [
         [

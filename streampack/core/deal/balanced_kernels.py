@@ -242,19 +242,19 @@ def level(
         here = row * dp + rank
         rest[rank] = 0
         gap = cost[here] - rest.max()
-        mine = np.flatnonzero(where[:num_samples] == here)
+        own_rows = np.flatnonzero(where[:num_samples] == here)
         # The most that other packs may grow before their rank passes ``most_work``; below ``least`` no sample fits.
         spare = np.where(ranks == rank, MOST, most_work - load[ranks])
         spare[here] = 0
         usable = (spare >= least)[where]
-        usable[num_samples:] &= count < (cap if len(mine) > 1 else 0)
+        usable[num_samples:] &= count < (cap if len(own_rows) > 1 else 0)
         others = np.flatnonzero(usable)
-        theirs = where[others]
+        other_ranks = where[others]
         slack = top[micro_batches] - cost
         halves = np.where(micro_batches == row, slack, MOST)
         own = room[:, here].copy()
-        one, other = best_exchange(work, sizes, mine, others, theirs, spare, room, own, slack, halves, gap)
-        limit -= len(work) + len(mine) * len(others)
+        one, other = best_exchange(work, sizes, own_rows, others, other_ranks, spare, room, own, slack, halves, gap)
+        limit -= len(work) + len(own_rows) * len(others)
         if one < 0:
             still += 1
             row = (row + 1) % rows

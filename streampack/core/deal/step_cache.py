@@ -245,12 +245,12 @@ class KeptSteps:
         counts, handles = self._deal(kept, mesh).contents.counts, kept.step.packs.handles
         if counts.all():
             return ""
-        count, got = len(counts), int(np.count_nonzero(self._table.keep[handles] != PACK))
-        what = "samples" if got == len(handles) else "samples (a group kept in one pack counts once)"
-        least = f"at least {count}" if got < count else f"a multiple of {mesh.dp}"
+        count, num_groups = len(counts), int(np.count_nonzero(self._table.keep[handles] != PACK))
+        unit = "samples" if num_groups == len(handles) else "samples (a group kept in one pack counts once)"
+        least = f"at least {count}" if num_groups < count else f"a multiple of {mesh.dp}"
         return (
-            f"step {number}: got a batch of {got} {what} for dp={mesh.dp} with {count // mesh.dp} micro-batches per "
-            f"rank, expected {least}. Set `rules.step.empty: pad`, make batches larger, or use a smaller mesh"
+            f"step {number}: got a batch of {num_groups} {unit} for dp={mesh.dp} with {count // mesh.dp} micro-batches "
+            f"per rank, expected {least}. Set `rules.step.empty: pad`, make batches larger, or use a smaller mesh"
         )
 
     def _deal(self, kept: _Kept, mesh: Mesh) -> DealtStep:

@@ -64,7 +64,7 @@ class Checkpoints:
 
     def commit(self, step: int) -> list[Effect]:
         """Record that the checkpoint at ``step`` is durable, unless this or a later checkpoint is already recorded."""
-        if step <= max([self.committed_upto, *(asked for _, asked in self._unsafe)]):
+        if step <= max([self.committed_upto, *(commit for _, commit in self._unsafe)]):
             return []
         self._note(step)
         effects = self._journal.append(CheckpointCommitted(feed=self._feed, step=step))

@@ -271,7 +271,7 @@ class Feed:
         """Return the rules at the begin of the run, and after each change that took effect or is to come."""
         return self.planner.live.every()
 
-    def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
+    def unfit(self, step: int, snapshot: Snapshot | None) -> tuple[str, str] | None:
         """Return why the feed cannot go to ``step`` with a snapshot, as (error code, error text); None if it can."""
         if self.failed:
             return self._failed_code, self.failed
@@ -282,19 +282,19 @@ class Feed:
                 f"has the order of earlier steps. Start from a newer checkpoint. `retain.checkpoints` sets the number "
                 f"of checkpoints for which the log keeps the order."
             )
-        wrong = self._snapshot_check.fault(given) if given is not None and given.step <= step else ""
+        wrong = self._snapshot_check.fault(snapshot) if snapshot is not None and snapshot.step <= step else ""
         return ("snapshot", f"the checkpoint's snapshot: {wrong}") if wrong else None
 
-    def knows(self, given: Snapshot) -> bool:
+    def knows(self, snapshot: Snapshot) -> bool:
         """Return whether the log has all rule changes and skipped steps of a checkpoint's snapshot."""
-        return self.history.knows(given)
+        return self.history.knows(snapshot)
 
-    def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
+    def rewind(self, step: int, snapshot: Snapshot | None, back: bool) -> list[Effect]:
         """Go to ``step``, which trainers request and which is not the next step.
 
         Args:
             step: The step.
-            given: Snapshot of the trainers' checkpoint.
+            snapshot: Snapshot of the trainers' checkpoint.
             back: True if the trainers had returned ``step`` before. Then the rules may demand that pushed samples that
                 came since are dropped, and that a new lineage begins with other steps.
         """
@@ -309,20 +309,20 @@ class Feed:
             effects += self._branch(step, why, since)
             effects += self._leases.records.discard(self.name)
             self._leases.staging.discard(self.name, since)
-        return effects + self.go_to(step, given, discards)
+        return effects + self.go_to(step, snapshot, discards)
 
-    def go_to(self, step: int, given: Snapshot | None = None, anew: bool = False) -> list[Effect]:
+    def go_to(self, step: int, snapshot: Snapshot | None = None, anew: bool = False) -> list[Effect]:
         """Go to a state from which ``step`` is the next served step; readers must keep no steps.
 
         Args:
             step: The step.
-            given: Snapshot of the trainers' checkpoint.
+            snapshot: Snapshot of the trainers' checkpoint.
             anew: True to restore a snapshot even if the feed could continue from its current state.
         """
         recorded, here = self.history.nearest(step), self.next_step
-        nearest = max(recorded[0] if recorded is not None else 0, given.step if given is not None else 0)
+        nearest = max(recorded[0] if recorded is not None else 0, snapshot.step if snapshot is not None else 0)
         effects: list[Effect] = []
-        knows_more = given is not None and not self.history.knows(given)
+        knows_more = snapshot is not None and not self.history.knows(snapshot)
         if not knows_more and (chain := self.history.chain_after(step - 1)) is not None:
             effects += self.readers.attempts.check(step, chain)
         if nearest <= here <= step and not self.planner.ended and not anew and not knows_more:
@@ -333,8 +333,8 @@ class Feed:
             effects.append(Release(handles))
         if step or self.figures.totals.steps:
             effects.append(Report("info", f"feed {self.name!r} continues with step {step}", feed=self.name, step=step))
-        if given is not None and (recorded is None or given.step > recorded[0] or knows_more):
-            return effects + self._adopt(given, step)
+        if snapshot is not None and (recorded is None or snapshot.step > recorded[0] or knows_more):
+            return effects + self._adopt(snapshot, step)
         if recorded is None or recorded[2] is not None:
             return effects + self.planner.restore(recorded[2] if recorded is not None else None)
         self._waits_for = recorded[1]
@@ -352,39 +352,39 @@ class Feed:
             effects += self.planner.restore(taken)
         return effects
 
-    def _adopt(self, given: Snapshot, step: int) -> list[Effect]:
+    def _adopt(self, snapshot: Snapshot, step: int) -> list[Effect]:
         """Restore the snapshot of a checkpoint at ``step``; record the changes and skips that the log lacks."""
         effects: list[Effect] = []
         history = self.history
-        for change in given.placed[len(history.changes) :]:
+        for change in snapshot.placed[len(history.changes) :]:
             history.forget_after(change.position)
             if change.step < history.num_steps:  # steps formed before the trainer came, which no rank has had
                 effects += self._branch(change.step, f"a checkpoint knows of {change.note}")
             effects += self._recorder.record_change(change)
-        known = {each.id for each in history.asked} | {change.id for change in history.changes}
-        for asked in given.asked:
-            if asked.id in known:
+        numbers = {change.id for change in history.asked} | {change.id for change in history.changes}
+        for request in snapshot.asked:
+            if request.id in numbers:
                 continue
-            if asked.at.step is not None:  # the trainers had the steps before ``step`` without this change
-                begin = max(asked.at.step, step)
-                asked = msgspec.structs.replace(asked, at=StageBegin(step=begin))
+            if request.at.step is not None:  # the trainers had the steps before ``step`` without this change
+                begin = max(request.at.step, step)
+                request = msgspec.structs.replace(request, at=StageBegin(step=begin))
                 if begin < history.num_steps:  # steps formed before the trainer came, which no rank has had
-                    effects += self._branch(begin, f"a checkpoint knows of {asked.name}")
-            effects += self._recorder.record_asked(asked)
-        for number in given.canceled:
+                    effects += self._branch(begin, f"a checkpoint knows of {request.name}")
+            effects += self._recorder.record_asked(request)
+        for number in snapshot.canceled:
             begins = [change.step for change in history.changes if change.id == number]
             if begins and begins[0] < history.num_steps:
                 effects += self._branch(begins[0], f"a checkpoint knows that change {number} was canceled")
             if number not in history.canceled:
                 effects += self._recorder.record_canceled(number)
         self.planner.live.know_asked()
-        for first, last in given.skips:
+        for first, last in snapshot.skips:
             if (first, last) not in history.skips:
                 effects += self._recorder.record_skip(first, last)
-        history.begin_at(given.step)
-        if given.step > history.last_snapshot:
-            effects += self._recorder.record_snapshot(given)
-        return effects + self.planner.restore(given)
+        history.begin_at(snapshot.step)
+        if snapshot.step > history.last_snapshot:
+            effects += self._recorder.record_snapshot(snapshot)
+        return effects + self.planner.restore(snapshot)
 
     def _branch(self, step: int, why: str, since: int | None = None) -> list[Effect]:
         """Begin a new lineage at ``step``, and record the reason ``why``.

@@ -102,7 +102,7 @@ class LiveRules:
         """
         ramp, stages = self.current.weights_ramp, len(self._history.rules.stages)
         return (ramp is not None and next_step < ramp.begin + ramp.steps) or (
-            stages > 0 and any(each.id < stages for each in self._history.pending)
+            stages > 0 and any(change.id < stages for change in self._history.pending)
         )
 
     @property
@@ -129,7 +129,7 @@ class LiveRules:
     @property
     def counts_tokens(self) -> bool:
         """True if a change waits for a number of tokens."""
-        return any(each.at.tokens is not None for each in self._history.pending)
+        return any(change.at.tokens is not None for change in self._history.pending)
 
     def is_due(self, next_step: int, tokens: int, has_begun: bool) -> bool:
         """Return True if step ``next_step`` must wait for a change of the rules; arguments as for ``apply``."""
@@ -153,11 +153,11 @@ class LiveRules:
         if next_step < self._history.num_steps:
             return []
         due, stages, waits = list[Scheduled](), len(self._history.rules.stages), False
-        for each in self._history.pending:
-            comes = next_step >= each.at.step if each.at.step is not None else tokens >= (each.at.tokens or 0)
-            comes = comes and not (has_begun and isinstance(each.ask, Stage))
-            waits = waits or (each.id < stages and not comes)
-            due += [each] if comes and not (waits and each.id < stages) else []
+        for change in self._history.pending:
+            comes = next_step >= change.at.step if change.at.step is not None else tokens >= (change.at.tokens or 0)
+            comes = comes and not (has_begun and isinstance(change.ask, Stage))
+            waits = waits or (change.id < stages and not comes)
+            due += [change] if comes and not (waits and change.id < stages) else []
         return due
 
     def ramps(self, next_step: int) -> bool:
@@ -195,7 +195,7 @@ class LiveRules:
             self._check_streams(ask)
         streams = [*self._streams, *(ask.add if isinstance(ask, Restream) else ())]
         self._check_memory(self._all([*history.pending, change], streams))
-        twice = [f"change {each.id} ({each.name})" for each in history.pending if _same(each, change)]
+        twice = [f"change {other.id} ({other.name})" for other in history.pending if _same(other, change)]
         effects = self._recorder.record_asked(change)
         self.know(streams)
         if twice:
@@ -209,7 +209,7 @@ class LiveRules:
     def _check_streams(self, ask: Restream) -> None:
         """Raise ValueError for new streams that are not possible, or leave too little memory."""
         apply_change(self.latest, ask)
-        others = any(isinstance(each.ask, Restream) for each in self._history.pending)
+        others = any(isinstance(change.ask, Restream) for change in self._history.pending)
         if ask.add and self._rules.merge == "arrival" and others:
             raise ValueError(
                 "got new streams while other new streams wait for their step, expected one change of streams at a time "
@@ -225,7 +225,7 @@ class LiveRules:
 
     def _check_memory(self, rules: list[Rules]) -> None:
         """Raise ValueError if the memory is too small for steps of one of these ``rules``; else plan for them."""
-        needed = max(needed_tokens(each, self._max_sample_tokens) for each in rules)
+        needed = max(needed_tokens(stage_rules, self._max_sample_tokens) for stage_rules in rules)
         if needed > self._memory.limit_tokens:
             raise ValueError(
                 f"got rules that need {needed} tokens of memory for the window and the steps, expected at most "
@@ -236,14 +236,14 @@ class LiveRules:
 
     def cancel(self, number: int, note: str) -> list[Effect]:
         """Cancel the waiting change with this number. Raises ValueError if none waits."""
-        waiting = {each.id: each for each in self._history.pending}
+        waiting = {change.id: change for change in self._history.pending}
         if number not in waiting:
-            numbers = ", ".join(f"{each.id} ({each.name})" for each in waiting.values()) or "none"
+            numbers = ", ".join(f"{change.id} ({change.name})" for change in waiting.values()) or "none"
             raise ValueError(
                 f"got change {number}, expected the number of a change that waits: {numbers}. A change that holds "
                 f"cannot be canceled; ask for another one"
             )
-        self._all([each for each in waiting.values() if each.id != number], self._streams)
+        self._all([change for change in waiting.values() if change.id != number], self._streams)
         return self._recorder.record_canceled(number, note)
 
     @property
@@ -272,12 +272,12 @@ class LiveRules:
         """Add the streams of every recorded change."""
         for change in self._history.changes:
             self.know(change.rules.streams)
-        for asked in self._history.asked:
-            if isinstance(asked.ask, WholeRules):
-                self.know(asked.ask.rules.streams)
-            elif isinstance(asked.ask, Restream):
+        for request in self._history.asked:
+            if isinstance(request.ask, WholeRules):
+                self.know(request.ask.rules.streams)
+            elif isinstance(request.ask, Restream):
                 names = {stream.name for stream in self._streams}
-                self.know([*self._streams, *(stream for stream in asked.ask.add if stream.name not in names)])
+                self.know([*self._streams, *(stream for stream in request.ask.add if stream.name not in names)])
 
     def recover_change(self) -> None:
         """Apply the last recorded change while the broker starts."""
@@ -298,7 +298,7 @@ class LiveRules:
     def _later(self) -> int:
         """The largest budget of the stages of the rules, while one of them is to come; 0 then."""
         rules = self._history.rules
-        waits = any(each.id < len(rules.stages) for each in self._history.pending)
+        waits = any(change.id < len(rules.stages) for change in self._history.pending)
         return largest_budget(rules) if waits else 0
 
     def _set_terms(self, rules: Rules) -> None:
@@ -372,10 +372,10 @@ class LiveRules:
     def _follow(self, change: RulesChange, next_step: int) -> list[Effect]:
         """Let the merge follow a change."""
         merge = self._merge.current
-        known = len(merge.merged_samples)
+        num_partitions = len(merge.merged_samples)
         dropped = change_merge(merge, change.rules, next_step)
         self.applied, self._ramped = self.applied + 1, next_step + 1
-        effects = self._leases.join(self._feed, known)
+        effects = self._leases.join(self._feed, num_partitions)
         self._set_terms(change.rules)
         self._memory.hold(dropped)
         effects += [Release(dropped)] if len(dropped) else []

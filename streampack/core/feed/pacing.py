@@ -59,12 +59,12 @@ class Pacing:
             return []
         oldest = self._in_the_way
         effects = [] if oldest is None else self._leases.staged.make_room(oldest.producer)
-        told, merged = self._leases.credits.told(self._feed), self._memory.held_samples
-        if told is None:
+        policy, merged = self._leases.credits.told(self._feed), self._memory.held_samples
+        if policy is None:
             return effects + self._leases.staged.grant(self._feed, merged, 0)
         # Programs see the steps that were returned after the last published policy as not trained.
-        merged += max(self._steps.released_upto - told.step, 0) * (batch.samples or 1)
-        return effects + self._leases.staged.grant(self._feed, merged, told.version)
+        merged += max(self._steps.released_upto - policy.step, 0) * (batch.samples or 1)
+        return effects + self._leases.staged.grant(self._feed, merged, policy.version)
 
     def waiting_for(self) -> Missing | None:
         """Return the cause of a wait that is due to pacing; None if there is none."""

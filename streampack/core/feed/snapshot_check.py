@@ -48,31 +48,31 @@ class SnapshotCheck:
         self._live, self._memory, self._partitions = live, memory, partitions
         self._sound: Snapshot | None = None  # the last one without a fault in itself: all ranks send the same
 
-    def fault(self, given: Snapshot) -> str:
+    def fault(self, snapshot: Snapshot) -> str:
         """Return an error text if the feed cannot continue from a snapshot; empty if it can."""
-        if given != self._sound:
+        if snapshot != self._sound:
             room = self._live.num_partitions + self._live.spare_partitions
-            if wrong := problem(given, self._rules, self._memory.limit_tokens, room):
+            if wrong := problem(snapshot, self._rules, self._memory.limit_tokens, room):
                 return wrong
-            self._sound = given
-        return self._other_run(given) or self._other_changes(given) or self._other_streams(given)
+            self._sound = snapshot
+        return self._other_run(snapshot) or self._other_changes(snapshot) or self._other_streams(snapshot)
 
-    def _other_run(self, given: Snapshot) -> str:
+    def _other_run(self, snapshot: Snapshot) -> str:
         """Return an error text if the snapshot's lineage or digest of steps is not this run's; empty if it is."""
-        history, chain = self._history, self._history.chain_after(given.step - 1)
-        nearest = history.nearest(given.step)
-        begins = chain is None and nearest is not None and nearest[0] == given.step  # the recorded steps begin with it
-        other = chain != given.form.chain and not begins
-        if given.lineage < history.lineage and given.step > history.lineage_step and other:
+        history, chain = self._history, self._history.chain_after(snapshot.step - 1)
+        nearest = history.nearest(snapshot.step)
+        is_first = chain is None and nearest is not None and nearest[0] == snapshot.step  # of the recorded steps
+        other = chain != snapshot.form.chain and not is_first
+        if snapshot.lineage < history.lineage and snapshot.step > history.lineage_step and other:
             return (
-                f"got step {given.step} of lineage {given.lineage}, expected a step up to {history.lineage_step}, "
-                f"because trainers went back to that step and began lineage {history.lineage}. Start from an earlier "
-                f"checkpoint."
+                f"got step {snapshot.step} of lineage {snapshot.lineage}, expected a step up to "
+                f"{history.lineage_step}, because trainers went back to that step and began lineage {history.lineage}. "
+                f"Start from an earlier checkpoint."
             )
-        if chain is not None and chain != given.form.chain and history.knows(given):
+        if chain is not None and chain != snapshot.form.chain and history.knows(snapshot):
             return (
-                f"got a digest of the steps before step {given.step} that differs from this run's, expected the same "
-                f"digest. The snapshot is from another run.{self._or_lost}"
+                f"got a digest of the steps before step {snapshot.step} that differs from this run's, expected the "
+                f"same digest. The snapshot is from another run.{self._or_lost}"
             )
         return ""
 
@@ -82,42 +82,42 @@ class SnapshotCheck:
         pushed = any(stream.pushed for stream in self._rules.streams)
         return " Or the log with the pushed samples (in state_dir) was lost or replaced." if pushed else ""
 
-    def _other_changes(self, given: Snapshot) -> str:
+    def _other_changes(self, snapshot: Snapshot) -> str:
         """Return an error text if the snapshot's changes of the rules are not this run's; empty if they are."""
         history = self._history
-        for known, change in zip(history.changes, given.placed, strict=False):
-            if (known.position, known.rules) != (change.position, change.rules):
+        for own, change in zip(history.changes, snapshot.placed, strict=False):
+            if (own.position, own.rules) != (change.position, change.rules):
                 return (
                     f"got a change of the rules at step {change.step} ({change.note}), expected this run's change at "
-                    f"step {known.step} ({known.note}). Give the run another state_dir."
+                    f"step {own.step} ({own.note}). Give the run another state_dir."
                 )
-        asked = {each.id: each for each in history.asked}
-        for other in given.asked:
-            ours = asked.get(other.id, other)
-            if ours.ask != other.ask:
+        asked = {change.id: change for change in history.asked}
+        for other in snapshot.asked:
+            same = asked.get(other.id, other)
+            if same.ask != other.ask:
                 return (
-                    f"got a change of the rules at {other.at} ({other.note}), expected this run's change at {ours.at} "
-                    f"({ours.note}). Give the run another state_dir."
+                    f"got a change of the rules at {other.at} ({other.note}), expected this run's change at {same.at} "
+                    f"({same.note}). Give the run another state_dir."
                 )
-        merged = sum(given.merge.merged_samples)
-        for known in history.changes[len(given.placed) :]:
-            if 0 <= known.position < merged:
+        merged = sum(snapshot.merge.merged_samples)
+        for own in history.changes[len(snapshot.placed) :]:
+            if 0 <= own.position < merged:
                 return (
-                    f"got no change of the rules at step {known.step} ({known.note}), expected this run's change at "
+                    f"got no change of the rules at step {own.step} ({own.note}), expected this run's change at "
                     f"that step. Give the broker another state_dir, and request changes after the trainers attach."
                 )
         return ""
 
-    def _other_streams(self, given: Snapshot) -> str:
+    def _other_streams(self, snapshot: Snapshot) -> str:
         """Return an error text if another feed has a snapshot's streams, or its pushed samples are lost."""
-        asks = [each.ask for each in given.asked]
+        asks = [change.ask for change in snapshot.asked]
         every = [stream for ask in asks if isinstance(ask, Restream) for stream in ask.add]
-        every += [stream for change in given.changes for stream in change.rules.streams]
+        every += [stream for change in snapshot.changes for stream in change.rules.streams]
         for name in {stream.name for stream in every}:
             of = self._partitions.streams.get(name)
             if of is not None and of.feed != self._feed:
                 return f"got stream {name!r}, which belongs to feed {of.feed!r}, expected only streams of this feed"
-        for p, merged in zip(self._partitions.of_feed(self._feed), given.merge.merged_samples, strict=False):
+        for p, merged in zip(self._partitions.of_feed(self._feed), snapshot.merge.merged_samples, strict=False):
             recorded = self._partitions.intakes[p].recorded.next_seq
             if self._partitions.stream_of[p].terms.pushed and merged > recorded:
                 return (
@@ -160,9 +160,9 @@ def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
         if wrong:
             return f"a change of the rules: {wrong}"
         before = change.rules
-    for asked in taken.asked:
+    for request in taken.asked:
         try:
-            before = apply_change(before, asked.ask, asked.at.step or 0)
+            before = apply_change(before, request.ask, request.at.step or 0)
         except (ValueError, OverflowError) as error:
             return f"a change of the rules that waits: {error}"
     positions = [change.position for change in taken.changes]
@@ -178,11 +178,11 @@ def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
 
 def _wrong_change(before: Rules, change: RulesChange) -> str:
     """Return an error text if a change alters rules that stay for the whole run; empty if it does not."""
-    replace, known, after = msgspec.structs.replace, before.streams, change.rules
+    replace, streams, after = msgspec.structs.replace, before.streams, change.rules
     merged = change.merged or []
     if not all(0 <= count < MAX_COUNT for count in merged):
         return f"got {merged[:9]} as merged samples of each partition, expected numbers of at least 0"
-    weights = zip(after.streams, known, strict=False)
+    weights = zip(after.streams, streams, strict=False)
     kept = tuple(replace(new, weight=old.weight, paused=old.paused, overlong=old.overlong) for new, old in weights)
     try:
         same = {key: getattr(before, key) for key in _CHANGING}
@@ -192,7 +192,7 @@ def _wrong_change(before: Rules, change: RulesChange) -> str:
     if wrong:
         return wrong
     names = [stream.name for stream in after.streams]
-    for stream in after.streams[len(known) :]:
+    for stream in after.streams[len(streams) :]:
         fits = 0 < len(stream.name) <= _NAME_CHARS and names.count(stream.name) == 1
         if not fits or stream.partitions < 1 or not (stream.passes is None or 1 <= stream.passes < MAX_COUNT):
             return (
@@ -211,15 +211,14 @@ def _wrong_merge(taken: Snapshot, rules: Rules) -> str:
     merge, streams = taken.merge, rules.streams
     partitions = sum(stream.partitions for stream in streams)
     clocks, turns = (0, partitions) if rules.merge == "arrival" else (len(streams), len(streams))
-    got = (
+    lengths = (
         len(merge.clock), len(merge.turn), len(merge.live), len(merge.ended), len(merge.merged_samples),
         len(merge.merged_tokens), len(merge.at_barrier), len(taken.floors),
     )  # fmt: skip
     expected = (clocks, turns, clocks, partitions, partitions, partitions, partitions, partitions)
-    if got != expected:
-        return (
-            f"got columns of lengths {got}, expected {expected} for {len(streams)} streams and {partitions} partitions"
-        )
+    if lengths != expected:
+        counts = f"{len(streams)} streams and {partitions} partitions"
+        return f"got columns of lengths {lengths}, expected {expected} for {counts}"
     turn_stops = [stream.partitions for stream in streams] if clocks else [MAX_COUNT] * turns
     in_range = (
         all(abs(clock) < MAX_COUNT for clock in merge.clock)
@@ -323,7 +322,7 @@ def _wrong_rows(
         )
     if len(np.unique(rows[["stream", "index", "part"]])) < len(rows):
         return "got the same sample twice, expected each sample once"
-    counts = np.array([each.partitions for each in rules.streams])
+    counts = np.array([stream.partitions for stream in rules.streams])
     at = (np.cumsum(counts) - counts)[stream] + rows["index"] % counts[stream]
     seq = rows["index"] // counts[stream]
     floors = np.array([seq for seq, _ in taken.floors])

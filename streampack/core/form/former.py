@@ -402,11 +402,11 @@ class Former:
         window = np.concatenate([self._handles, *(handles for handles, _ in self._arrived)])
         ages = np.full(len(window), -1, np.int64)
         ages[: len(self._handles)] = np.repeat(self._ages, self._sizes)
-        rows, held = self._table.rows, np.concatenate([window, pending.handles])
+        rows, held_handles = self._table.rows, np.concatenate([window, pending.handles])
         return FormState(
             self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(),
             rows(pending.handles).tobytes(), pending.counts.tolist(),
-            tuple(self._recent) or UNSET, self._reach if self.strict else UNSET, **self._table.extras(held),
+            tuple(self._recent) or UNSET, self._reach if self.strict else UNSET, **self._table.extras(held_handles),
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
@@ -414,7 +414,7 @@ class Former:
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
         self._recent.extend(state.recent or ())
         self._reach = state.reach or 0
-        rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
+        rows = np.concatenate([np.frombuffer(rows_bytes, ROW) for rows_bytes in (state.window, state.pending)])
         extras = {name: getattr(state, name) for name in EXTRAS}
         handles, pending = np.split(self._table.enter(rows, **extras), [len(state.ages)])
         self.admit(handles, self._table.own_lengths(handles))

@@ -75,8 +75,8 @@ class StreamCounts:
 
 def _add(counts: dict[str, int], word: str, count: int) -> None:
     """Add to the count of a word, or of "other" for a new word where there are ``MAX_REASONS``."""
-    known = word if word in counts or len(counts) < MAX_REASONS else "other"
-    counts[known] = counts.get(known, 0) + count
+    counted_word = word if word in counts or len(counts) < MAX_REASONS else "other"
+    counts[counted_word] = counts.get(counted_word, 0) + count
 
 
 class Admission:
@@ -121,14 +121,14 @@ class Admission:
         """
         counts, message, every = self.counts[stream], chunk.message, chunk.lengths
         stop, begin = chunk.stop_seq, intake.expected_seq
-        known = stop if intake.closed else min(max(intake.known_seq, begin), stop)
+        known_stop = stop if intake.closed else min(max(intake.known_seq, begin), stop)
         payload = chunk.frames
         if chunk.tree is not None:
             payload = chunk.tree.whole_rows(payload, self.check.frames.widths, self.check.frames.once)
-        effects = self._fill_in(stream, intake, chunk, payload, begin, known) if intake.awaited else []
+        effects = self._fill_in(stream, intake, chunk, payload, begin, known_stop) if intake.awaited else []
         kept_tokens, kept_extra, rejected = 0, 0, _NONE
-        if known < stop:
-            skip = known - message.base_seq
+        if known_stop < stop:
+            skip = known_stop - message.base_seq
             terms = self.terms[stream]
             pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip, chunk.tree)
             if chunk.media is not None and not stale:
@@ -145,8 +145,8 @@ class Admission:
             if message.pass_ended and self.terms[stream].barriers:
                 self._merge.current.end_pass(p)
             if len(store.handles) < len(pieces.length):
-                rejected = known + pieces.source[pieces.length == 0]
-            counts.samples += stop - known
+                rejected = known_stop + pieces.source[pieces.length == 0]
+            counts.samples += stop - known_stop
             counts.tokens += kept_tokens
             if stale:
                 counts.count_rejected({POLICY_LAG: pieces.num_touched})
@@ -154,7 +154,7 @@ class Admission:
             else:
                 counts.overlong += pieces.num_touched
                 counts.lost_tokens += pieces.lost_tokens
-        if message.base_seq == known < stop:
+        if message.base_seq == known_stop < stop:
             counts.lost_tokens += message.lost_tokens
             counts.count_rejected(message.rejected)
             counts.count_warnings(message.warnings)

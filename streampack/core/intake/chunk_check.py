@@ -183,9 +183,9 @@ class ChunkCheck:
         columns = zip(frames.widths, payload, frames.names, frames.once, strict=True)
         for (by_token, by_sample), frame, name, once in columns:
             tokens = chunk.own_tokens if once else chunk.num_tokens
-            got, expected = len(frame), tokens * by_token + count * by_sample
-            if got != expected:
-                return f"got {got} payload bytes of {name}, expected {expected} bytes for the given lengths"
+            num_bytes, expected = len(frame), tokens * by_token + count * by_sample
+            if num_bytes != expected:
+                return f"got {num_bytes} payload bytes of {name}, expected {expected} bytes for the given lengths"
         if chunk.longest > self._max_sample_tokens:
             return f"got a sample of {chunk.longest} tokens, expected at most {self._max_sample_tokens}"
         rejected = sum(message.rejected.values())

@@ -126,9 +126,9 @@ class Recorded:
 
     def forget_below(self, lsn: int) -> None:
         """Forget chunks whose records were deleted: those below log sequence number ``lsn``."""
-        gone = sum(place.lsn < lsn for place in self.places)
-        del self.places[:gone]
-        self.place = max(self.place - gone, 0)
+        num_deleted = sum(place.lsn < lsn for place in self.places)
+        del self.places[:num_deleted]
+        self.place = max(self.place - num_deleted, 0)
 
 
 @dataclass(slots=True)

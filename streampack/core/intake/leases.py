@@ -132,24 +132,24 @@ class Leases:
         """Take no more samples for ``feed``, which has ended."""
         return [e for p in self.partitions.of_feed(feed) for e in self._close(p)]
 
-    def join(self, feed: str, known: int) -> list[Effect]:
-        """Lease the new partitions of ``feed``, those from number ``known`` on, from their first sample."""
-        more = self.accounts.join(feed, known)
+    def join(self, feed: str, first_new: int) -> list[Effect]:
+        """Lease the new partitions of ``feed``, those from number ``first_new`` on, from their first sample."""
+        more = self.accounts.join(feed, first_new)
         return self._read_from(more) if more else []
 
     def remove(self, rules: Rules) -> list[Effect]:
         """Take no more samples of removed streams (of weight 0), and drop those that wait for the merge."""
-        gone = [stream.name for stream in rules.streams if not stream.weight]
-        return [e for name in gone for p in self.partitions.of_stream(name) for e in self._close(p)]
+        removed = [stream.name for stream in rules.streams if not stream.weight]
+        return [e for name in removed for p in self.partitions.of_stream(name) for e in self._close(p)]
 
-    def go_to(self, feed: str, floors: list[Floor], held: I64) -> list[Effect]:
+    def go_to(self, feed: str, floors: list[Floor], awaited: I64) -> list[Effect]:
         """Begin new sessions that read the partitions of ``feed`` from ``floors``; see ``PartitionAccounts.go_to``."""
         effects = self.records.keep_order(feed, floors)
-        self.accounts.go_to(feed, floors, held)
-        mine = self.partitions.of_feed(feed)
-        for p in mine:
+        self.accounts.go_to(feed, floors, awaited)
+        partitions = self.partitions.of_feed(feed)
+        for p in partitions:
             self.producers.failures.pop(p, None)
-        return effects + self._read_from(mine) + self.staged.admit(mine)
+        return effects + self._read_from(partitions) + self.staged.admit(partitions)
 
     def recalled(self, event: Recalled) -> list[Effect]:
         """Admit a chunk of a pushed partition that was read from the log, and read the next."""
@@ -162,9 +162,9 @@ class Leases:
         """Tell producers what is safe, now that the log is safe below ``upto``."""
         return self.credits.safe(upto) + self.staged.answer()
 
-    def _read_from(self, mine: list[int]) -> list[Effect]:
+    def _read_from(self, partitions: list[int]) -> list[Effect]:
         """Begin new sessions that read partitions from the positions of their intakes on."""
-        return self.rebalancer.begin(mine) + [e for p in mine for e in self._pull(p)]
+        return self.rebalancer.begin(partitions) + [e for p in partitions for e in self._pull(p)]
 
     def _close(self, p: int) -> list[Effect]:
         """Take no more samples of a partition, and tell its holder."""
@@ -310,11 +310,11 @@ class Leases:
     @_from_producers.of(ProducerPing)
     def _on_ping(self, message: ProducerPing, producer: ConnectedProducer, envelope: Envelope) -> list[Effect]:
         """Take a producer's report of itself, and repeat its credit; remove a producer that failed."""
-        mine = self.producers.held_by(producer.name)
+        partitions = self.producers.held_by(producer.name)
         producer.sizes = {name: size for name, size in message.sizes.items() if name in producer.offers}
         producer.waiting = message.waiting
         if message.failure:
-            open_ = [p for p in mine if not self.partitions.intakes[p].ended]
+            open_ = [p for p in partitions if not self.partitions.intakes[p].ended]
             self.producers.failures |= dict.fromkeys(open_, message.failure)
             text = f"producer {producer.where}: {message.failure}"
             report = Report("error", text, producer=producer.where, host=producer.host)
@@ -323,7 +323,7 @@ class Leases:
             return self.credits.send(producer.peer, Done())
         if self.credits.drained:
             return self.credits.send(producer.peer, FAREWELL)
-        return [e for p in mine for e in self.credits.flow(p, repeat=True)]
+        return [e for p in partitions for e in self.credits.flow(p, repeat=True)]
 
     # Messages of the holder of a partition
 
@@ -415,8 +415,10 @@ class Leases:
         text = f"stream {name!r}: write {message.write} is complete; {len(stream.keys)} keys are forgotten"
         report = Report("info", text, feed=stream.feed, stream=name)
         effects = self.records.commit_write(p)
-        mine = self.partitions.of_stream(name)
-        return [report, *effects, *(e for each in mine for e in self.credits.settle(each) or self.credits.flow(each))]
+        partitions = self.partitions.of_stream(name)
+        for number in partitions:
+            effects += self.credits.settle(number) or self.credits.flow(number)
+        return [report, *effects]
 
     def _expel(self, producer: ConnectedProducer, code: str, detail: str, p: int) -> list[Effect]:
         """Reject a producer for a message about partition ``p``, and give its leases to others."""

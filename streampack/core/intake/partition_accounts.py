@@ -119,14 +119,14 @@ class PartitionAccounts:
         Returns:
             The numbers of these partitions over all feeds.
         """
-        mine, known = self._partitions.of_feed(feed), list[int]()
+        partitions, moved_partitions = self._partitions.of_feed(feed), list[int]()
         for number in moved.tolist():
-            p = mine[number]
+            p = partitions[number]
             intake, merge = self._partitions.intakes[p], self._partitions.stream_of[p].merge.current
             intake.merged_seq = int(merge.merged_samples[number])
             intake.merged_tokens = int(merge.merged_tokens[number])
-            known.append(p)
-        return known
+            moved_partitions.append(p)
+        return moved_partitions
 
     def note_extra_bytes(self, feed: str, streams: I32, indices: I64, num_bytes: I64) -> None:
         """Count the media of samples that the merge of ``feed`` has taken as merged.
@@ -138,11 +138,11 @@ class PartitionAccounts:
             num_bytes: int64 [n], bytes of its media.
         """
         for stream in self._partitions.streams.values():
-            mine = streams == stream.number
-            if stream.feed != feed or not mine.any():
+            in_stream = streams == stream.number
+            if stream.feed != feed or not in_stream.any():
                 continue
             count = stream.terms.partitions
-            merged = np.bincount(indices[mine] % count, num_bytes[mine], count).astype(np.int64)
+            merged = np.bincount(indices[in_stream] % count, num_bytes[in_stream], count).astype(np.int64)
             for partition in np.flatnonzero(merged).tolist():
                 self._partitions.intakes[stream.first + partition].waiting_extra -= int(merged[partition])
 
@@ -209,18 +209,18 @@ class PartitionAccounts:
             recorded = self._partitions.intakes[p].recorded
             recorded.rejected_seq = min(recorded.rejected_seq, seq)
 
-    def go_to(self, feed: str, floors: list[Floor], held: I64) -> None:
+    def go_to(self, feed: str, floors: list[Floor], awaited: I64) -> None:
         """Read the partitions of ``feed`` again from their floors, after its merge went back or forward.
 
         Args:
             feed: Name of the feed.
             floors: Place to read each partition from, for every partition that the merge knows.
-            held: Handles of samples whose payload is to come again, int64 [n].
+            awaited: Handles of samples whose payload is to come again, int64 [n].
         """
-        mine = self._partitions.of_feed(feed)
-        ours = set(mine)
-        self.absent = {handle: at for handle, at in self.absent.items() if at[0] not in ours}
-        for p, floor in zip(mine, floors, strict=False):
+        partitions = self._partitions.of_feed(feed)
+        of_feed = set(partitions)
+        self.absent = {handle: at for handle, at in self.absent.items() if at[0] not in of_feed}
+        for p, floor in zip(partitions, floors, strict=False):
             stream, intake = self._partitions.stream_of[p], self._partitions.intakes[p]
             merge, number = stream.merge.current, stream.number_in_feed(p)
             intake.go_to(floor, int(merge.merged_samples[number]), int(merge.merged_tokens[number]))
@@ -228,52 +228,52 @@ class PartitionAccounts:
             whole = total is not None and intake.expected_seq >= total
             if whole and not intake.behind:
                 self._end_merge(p)
-        for p in mine[len(floors) :]:  # partitions of streams that join later
+        for p in partitions[len(floors) :]:  # partitions of streams that join later
             self._partitions.intakes[p].closed = True
             self._partitions.intakes[p].awaited.clear()
-        self._await(feed, held)
+        self._await(feed, awaited)
 
     def absent_of(self, feed: str) -> I64:
         """Return the handles of samples of ``feed`` whose payload is to come again, int64 [n]."""
-        ours = set(self._partitions.of_feed(feed))
-        return np.array([handle for handle, at in self.absent.items() if at[0] in ours], np.int64)
+        of_feed = set(self._partitions.of_feed(feed))
+        return np.array([handle for handle, at in self.absent.items() if at[0] in of_feed], np.int64)
 
-    def join(self, feed: str, known: int) -> list[int]:
-        """Read the new partitions of ``feed``, those from number ``known`` on, from their first sample.
+    def join(self, feed: str, first_new: int) -> list[int]:
+        """Read the new partitions of ``feed``, those from number ``first_new`` on, from their first sample.
 
         Returns:
             The numbers of these partitions.
         """
-        mine = self._partitions.of_feed(feed)
-        more = mine[known : len(self._partitions.stream_of[mine[0]].merge.current.merged_samples)]
+        partitions = self._partitions.of_feed(feed)
+        more = partitions[first_new : len(self._partitions.stream_of[partitions[0]].merge.current.merged_samples)]
         for p in more:
             self._partitions.intakes[p].go_to((0, None), 0, 0)
         return more
 
-    def floors(self, feed: str, held: I64) -> list[Floor]:
+    def floors(self, feed: str, needed: I64) -> list[Floor]:
         """Return the place to read each partition of ``feed`` from, to get samples again.
 
         Args:
             feed: Name of the feed.
-            held: Handles of samples that are needed again, int64 [n], beside all samples that are not merged.
+            needed: Handles of samples that are needed again, int64 [n], beside all samples that are not merged.
         """
-        mine, streams = self._partitions.of_feed(feed), self._partitions.streams_of(feed)
+        partitions, streams = self._partitions.of_feed(feed), self._partitions.streams_of(feed)
         lowest = np.array(streams[0].merge.current.merged_samples)
         firsts = np.array([stream.first_in_feed for stream in streams])
         counts = np.array([stream.terms.partitions for stream in streams])
-        number, index = self._table.stream[held].astype(np.int64), self._table.index[held]
+        number, index = self._table.stream[needed].astype(np.int64), self._table.index[needed]
         np.minimum.at(lowest, firsts[number] + index % counts[number], index // counts[number])
-        return [self._floor(p, seq) for p, seq in zip(mine, lowest.tolist(), strict=False)]
+        return [self._floor(p, seq) for p, seq in zip(partitions, lowest.tolist(), strict=False)]
 
     def _floor(self, p: int, seq: int) -> Floor:
         """Return the place to read partition ``p`` from, to get sample ``seq``."""
         first, cursor = self._partitions.intakes[p].floor(seq)
         return first, self._partitions.begins.get(self._partitions.name_of(p)) if cursor is None else cursor
 
-    def _await(self, feed: str, held: I64) -> None:
-        """Mark the samples ``held`` as awaited: their payload is to come again."""
+    def _await(self, feed: str, awaited: I64) -> None:
+        """Mark the samples ``awaited`` as awaited: their payload is to come again."""
         streams, table = self._partitions.streams_of(feed), self._table
-        rows = zip(held.tolist(), table.stream[held].tolist(), table.index[held].tolist(), strict=True)
+        rows = zip(awaited.tolist(), table.stream[awaited].tolist(), table.index[awaited].tolist(), strict=True)
         for handle, number, index in rows:
             stream = streams[number]
             p, seq = stream.first + index % stream.terms.partitions, index // stream.terms.partitions

@@ -197,9 +197,9 @@ class PartitionRecords:
     def discard(self, feed: str) -> list[Effect]:
         """Record the pushed samples of ``feed`` that are lost because trainers went back, if not recorded yet."""
         effects: list[Effect] = []
-        mine = self._partitions.of_feed(feed)
-        for place in self._partitions.stream_of[mine[0]].history.order if mine else ():
-            p = mine[place.partition]
+        partitions = self._partitions.of_feed(feed)
+        for place in self._partitions.stream_of[partitions[0]].history.order if partitions else ():
+            p = partitions[place.partition]
             pushed = self._partitions.stream_of[p].terms.pushed
             if place.lost and place.count and not place.counted and pushed:
                 place.counted = True
@@ -243,14 +243,14 @@ class PartitionRecords:
             name: StreamFacts(
                 source_digest=self.digests.get(name, ""),
                 begin=self._partitions.begins.get(name, UNSET),
-                totals=[intake.recorded.known_total for intake in mine],
-                recorded=[intake.recorded.next_seq for intake in mine],
-                marks=[intake.recorded.num_marks for intake in mine],
+                totals=[intake.recorded.known_total for intake in of_stream],
+                recorded=[intake.recorded.next_seq for intake in of_stream],
+                marks=[intake.recorded.num_marks for intake in of_stream],
                 write=self._partitions.streams[name].keys.write or UNSET,
-                staged=[(intake.sent_seq, intake.sent_marks) for intake in mine] if mine[0].staged else UNSET,
-                dropped=_dropped(mine),
+                staged=[(intake.sent_seq, intake.sent_marks) for intake in of_stream] if of_stream[0].staged else UNSET,
+                dropped=_dropped(of_stream),
             )
-            for name, mine in intakes.items()
+            for name, of_stream in intakes.items()
         }
 
     def learn(self, stream: str, facts: StreamFacts) -> None:
@@ -258,17 +258,17 @@ class PartitionRecords:
         if facts.source_digest:
             self._note_source(stream, facts.source_digest, facts.begin)
         self._partitions.streams[stream].keys.begin(facts.write or 0)
-        mine = [self._partitions.intakes[p] for p in self._partitions.of_stream(stream)]
-        for intake, total in zip(mine, facts.totals, strict=False):
+        intakes = [self._partitions.intakes[p] for p in self._partitions.of_stream(stream)]
+        for intake, total in zip(intakes, facts.totals, strict=False):
             intake.recorded.known_total = total
-        for intake, recorded, marks in zip(mine, facts.recorded, facts.marks, strict=False):
+        for intake, recorded, marks in zip(intakes, facts.recorded, facts.marks, strict=False):
             intake.recorded.take_over(recorded, marks)
-        for intake, (seq, marks) in zip(mine, facts.staged or (), strict=False):
+        for intake, (seq, marks) in zip(intakes, facts.staged or (), strict=False):
             if intake.staged is not None:
                 intake.staged.next_seq = max(intake.staged.next_seq, seq)
                 intake.staged.num_marks = max(intake.staged.num_marks, marks)
                 intake.note_all_safe()
-        for intake, ranges in zip(mine, facts.dropped or (), strict=False):
+        for intake, ranges in zip(intakes, facts.dropped or (), strict=False):
             if intake.staged is not None:
                 intake.staged.drops.ranges = list(ranges)
 

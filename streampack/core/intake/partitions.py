@@ -137,10 +137,10 @@ class Partitions:
 
     def find(self, stream: str, partition: int) -> int | None:
         """Return the number ``p`` of a stream's partition; None if there is no such partition."""
-        known = self.streams.get(stream)
-        if known is None or not 0 <= partition < known.terms.partitions:
+        opened = self.streams.get(stream)
+        if opened is None or not 0 <= partition < opened.terms.partitions:
             return None
-        return known.first + partition
+        return opened.first + partition
 
     def name_of(self, p: int) -> str:
         """Return the name of the stream of partition ``p``."""
@@ -169,11 +169,14 @@ class Partitions:
 
     def granted(self, stream: str) -> Granted:
         """Return the credit of a stream: tokens granted, tokens that wait for the merge, and samples still to come."""
-        open_ = [each for p in self.of_stream(stream) if not (each := self.intakes[p]).ended]
+        open_ = [intake for p in self.of_stream(stream) if not (intake := self.intakes[p]).ended]
         return Granted(
             self.quota_tokens * len(open_),
-            sum(each.waiting_tokens for each in open_),
-            sum(max(each.grant_seq - (each.sent_seq if each.staged else each.expected_seq), 0) for each in open_),
+            sum(intake.waiting_tokens for intake in open_),
+            sum(
+                max(intake.grant_seq - (intake.sent_seq if intake.staged else intake.expected_seq), 0)
+                for intake in open_
+            ),
         )
 
     @property

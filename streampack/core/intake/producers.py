@@ -163,7 +163,7 @@ class Producers:
 
     def size(self, stream: str) -> SourceSize | None:
         """Return the size of a stream's source, summed over producers, which open different files; None if unknown."""
-        sizes = [each.sizes[stream] for each in self._named.values() if stream in each.sizes]
+        sizes = [producer.sizes[stream] for producer in self._named.values() if stream in producer.sizes]
         if not sizes:
             return None
         return SourceSize(
@@ -180,8 +180,8 @@ class Producers:
         if holder is None:
             how = "a streampack.Producer for it" if stream.terms.pushed else "one with 'streampack produce'"
             last = self._left.get(stream.terms.name)
-            gone = "" if last is None else f"the producer at {last.where} was heard {self._ago(last)} s ago; "
-            return f"{text} ({gone}no producer offers it; start {how})"
+            last_seen = "" if last is None else f"the producer at {last.where} was heard {self._ago(last)} s ago; "
+            return f"{text} ({last_seen}no producer offers it; start {how})"
         silent = f", silent for {self._ago(holder)} s" if self._ago(holder) else ""
         waits = f", whose store does not serve {holder.waiting}" if holder.waiting else ""
         return f"{text} (held by the producer at {holder.where}{silent}{waits})"
@@ -194,8 +194,8 @@ class Producers:
         """Return whether the holder of partition ``p`` is silent, or no producer that is heard offers the partition."""
         stream, holder = self._partitions.stream_of[p], self.holder_of(p)
         name, number = stream.terms.name, p - stream.first
-        offering = [each for each in self.offering(name) if each.offers[name] in (None, number)]
-        return all(self.now - each.heard >= SILENT_AFTER_S for each in ([holder] if holder is not None else offering))
+        offering = [producer for producer in self.offering(name) if producer.offers[name] in (None, number)]
+        return all(self.now - peer.heard >= SILENT_AFTER_S for peer in ([holder] if holder is not None else offering))
 
     def pushed_from(self, p: int) -> str | None:
         """Return host:pid of the producer that pushes to partition ``p``; None if there is none or it has failed."""
@@ -204,11 +204,11 @@ class Producers:
 
     def add(self, hello: Hello, peer: bytes, now: float) -> ConnectedProducer:
         """Add the producer of a hello, or update its connection and its offers; return the producer."""
-        known = self._named.get(hello.producer)
-        if known is not None:
-            self._names.pop(known.peer, None)
+        named = self._named.get(hello.producer)
+        if named is not None:
+            self._names.pop(named.peer, None)
         offers = {offer.stream: offer.partition for offer in hello.offers if offer.amends is not True}
-        sizes = known.sizes if known is not None else {}
+        sizes = named.sizes if named is not None else {}
         producer = ConnectedProducer(hello.producer, peer, f"{hello.host}:{hello.pid}", offers, now, sizes)
         self._named[producer.name], self._names[peer] = producer, producer.name
         return producer
@@ -218,7 +218,7 @@ class Producers:
         producer = self._named.pop(name)
         self._names.pop(producer.peer, None)
         for stream in producer.offers:
-            self._left[stream] = max(producer, self._left.get(stream, producer), key=lambda each: each.heard)
+            self._left[stream] = max(producer, self._left.get(stream, producer), key=lambda producer: producer.heard)
         for p in self.held_by(name):
             self.holder[p] = None
         return producer
@@ -233,13 +233,13 @@ class Producers:
         streams = self._partitions.streams
         named = [offer for offer in hello.offers if offer.partition is not None and offer.amends is not True]
         others = {self.holder[streams[offer.stream].first + (offer.partition or 0)]: offer for offer in named}
-        held = [(self._named[name], offer) for name, offer in others.items() if name not in (None, hello.producer)]
-        if not held:
+        taken = [(self._named[name], offer) for name, offer in others.items() if name not in (None, hello.producer)]
+        if not taken:
             self.claims.pop(hello.producer, None)
             return Claim()
         since = self.claims.setdefault(hello.producer, now)
         _forget_oldest(self.claims)
-        for holder, offer in held:
+        for holder, offer in taken:
             if holder.heard > since:
                 self.claims.pop(hello.producer)
                 return Claim(
@@ -247,8 +247,8 @@ class Producers:
                     f"{hello.host}:{hello.pid}, but the producer at {holder.where} holds this partition. Give each "
                     f"producer a partition of its own"
                 )
-        silent = tuple(holder for holder, _ in held if now - holder.heard > CLAIM_S)
-        if len(silent) < len(held):
+        silent = tuple(holder for holder, _ in taken if now - holder.heard > CLAIM_S)
+        if len(silent) < len(taken):
             return Claim(waits=True)
         self.claims.pop(hello.producer)
         self.replaced |= dict.fromkeys(holder.name for holder in silent)

@@ -44,24 +44,24 @@ class Rebalancer:
 
     def join(self, peer: bytes, hello: Hello, now: float) -> list[Effect]:
         """Add the producer of a hello, new or known, and lease partitions to it."""
-        known = self._producers.named(hello.producer)
+        same_name = self._producers.named(hello.producer)
         producer = self._producers.add(hello, peer, now)
         effects: list[Effect] = []
-        restarted = known is not None and known.where != producer.where
-        if known is None:
+        restarted = same_name is not None and same_name.where != producer.where
+        if same_name is None:
             amends = sorted(offer.stream for offer in hello.offers if offer.amends is True)
             does = "amending" if amends else "offering"
             text = f"producer {producer.where} joined, {does} {', '.join(amends or sorted(producer.offers))}"
             effects.append(Report("info", text, producer=producer.where, host=producer.host))
         elif restarted:
             self.vanished += 1
-            gone = f"producer {producer.where} took over from producer {known.where}, which is gone"
-            effects.append(Report("warning", gone, producer=producer.where, host=producer.host))
+            reason = f"producer {producer.where} took over from producer {same_name.where}, which is gone"
+            effects.append(Report("warning", reason, producer=producer.where, host=producer.host))
         moved, last_words = self._share_out()
-        held = [p for p in self._producers.held_by(producer.name) if p not in moved]
-        for p in held if restarted else ():  # another process does not know how far the last one sent
+        kept = [p for p in self._producers.held_by(producer.name) if p not in moved]
+        for p in kept if restarted else ():  # another process does not know how far the last one sent
             self._credits.begin(p)
-        return effects + last_words + self._lease([*held, *moved])
+        return effects + last_words + self._lease([*kept, *moved])
 
     def leave(self, producer: ConnectedProducer, why: ProducerDeparture, detail: object = "") -> list[Effect]:
         """Remove a producer, and lease its partitions to others; ``detail`` completes the text of ``why``."""
@@ -76,12 +76,12 @@ class Rebalancer:
         moved, last_words = self._share_out()
         return [left, *last_words, *self._lease(moved)]
 
-    def begin(self, mine: list[int]) -> list[Effect]:
-        """Begin new sessions of the partitions ``mine``, divide all partitions among producers, and send the leases."""
-        for p in mine:
+    def begin(self, partitions: list[int]) -> list[Effect]:
+        """Begin new sessions of ``partitions``, divide all partitions among producers, and send the leases."""
+        for p in partitions:
             self._credits.begin(p)
         moved, last_words = self._share_out()
-        return last_words + self._lease(sorted({*mine, *moved}))
+        return last_words + self._lease(sorted({*partitions, *moved}))
 
     def _lease(self, partitions: list[int]) -> list[Effect]:
         """Send the leases of partitions to their holders."""
@@ -107,14 +107,14 @@ class Rebalancer:
         """Return the moves that divide the open partitions of each stream evenly among its producers."""
         moves: list[Move] = []
         for name, stream in self._partitions.streams.items():
-            able, mine = self._producers.offering(name), self._partitions.of_stream(name)
+            able, partitions = self._producers.offering(name), self._partitions.of_stream(name)
             if stream.terms.pushed:
-                moves += self._move_pushed(mine, {each.offers[name]: each.name for each in able})
+                moves += self._move_pushed(partitions, {producer.offers[name]: producer.name for producer in able})
             elif able:
-                open_ = [p for p in mine if not self._partitions.intakes[p].ended]
-                moves += self._even_out([each.name for each in able], open_)
+                open_ = [p for p in partitions if not self._partitions.intakes[p].ended]
+                moves += self._even_out([producer.name for producer in able], open_)
             else:
-                moves += [Move(p, None) for p in mine]
+                moves += [Move(p, None) for p in partitions]
         return moves
 
     def _even_out(self, able: list[str], open_: list[int]) -> list[Move]:

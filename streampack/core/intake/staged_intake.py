@@ -74,10 +74,10 @@ class StagedIntake:
         p = self._partitions.find(message.stream, message.partition)
         staged = None if p is None else self._partitions.intakes[p].staged
         if p is None or staged is None:
-            known = ", ".join(name for name, of in self._partitions.streams.items() if of.terms.late)
+            names = ", ".join(name for name, of in self._partitions.streams.items() if of.terms.late)
             text = (
                 f"got values for stream {message.stream!r} partition {message.partition}, expected a partition of a "
-                f"stream with late fields: {known or 'there is none'}"
+                f"stream with late fields: {names or 'there is none'}"
             )
             return self._credits.send(producer.peer, Amended(number=message.number, refusal=text))
         intake = self._partitions.intakes[p]
@@ -136,8 +136,10 @@ class StagedIntake:
 
     def release(self, feed: str) -> list[Effect] | None:
         """Admit the complete samples of a paced feed that were begun first; None if there are none, or not yet."""
-        mine = self._partitions.of_feed(feed)
-        if any(self._partitions.intakes[p].behind or self._partitions.stream_of[p].merge.awaits_state for p in mine):
+        partitions = self._partitions.of_feed(feed)
+        if any(
+            self._partitions.intakes[p].behind or self._partitions.stream_of[p].merge.awaits_state for p in partitions
+        ):
             return None
         in_turn = self._staging.next_in_turn(feed)
         return None if in_turn is None else self._admit_complete(*in_turn)
@@ -173,10 +175,10 @@ class StagedIntake:
             version: Version of the newest policy that programs are told; 0 if there is none.
         """
         tickets, intakes = self._staging.tickets[feed], self._partitions.intakes
-        mine = self._partitions.of_feed(feed)
-        for p in mine:
+        partitions = self._partitions.of_feed(feed)
+        for p in partitions:
             tickets.hand_over(p, self._producers.holder[p])
-        waiting = merged + sum(intakes[p].num_waiting for p in mine)
+        waiting = merged + sum(intakes[p].num_waiting for p in partitions)
         return [e for p in sorted(tickets.grant(waiting, version)) for e in self._credits.flow(p, repeat=True)]
 
     def answer(self) -> list[Effect]:

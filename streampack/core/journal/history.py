@@ -176,7 +176,7 @@ class History:
             self.asked.append(Scheduled(self.next_id, WholeRules(change.rules), at, change.note))
             return
         if change.id is UNSET:
-            waiting = (each.id for each in self.pending if isinstance(each.ask, WholeRules))
+            waiting = (change.id for change in self.pending if isinstance(change.ask, WholeRules))
             change = msgspec.structs.replace(change, id=next(waiting, UNSET))
         self.changes.append(change)
 
@@ -194,34 +194,34 @@ class History:
     def _numbers(self) -> set[int]:
         """The numbers of all changes that were asked for, also of those that have taken effect or were canceled."""
         placed = {change.id for change in self.changes if change.id is not UNSET}
-        return {each.id for each in self.asked} | placed | self.canceled
+        return {change.id for change in self.asked} | placed | self.canceled
 
     @property
     def pending(self) -> list[Scheduled]:
         """The changes that have no place yet and were not canceled, in the order of their numbers."""
         stages = [Scheduled(number, stage, stage.at) for number, stage in enumerate(self.rules.stages)]
         done = self.canceled | {change.id for change in self.changes}
-        return [each for each in (*stages, *self.asked) if each.id not in done]
+        return [change for change in (*stages, *self.asked) if change.id not in done]
 
     @property
     def schedule(self) -> Schedule | UnsetType:
         """The changes that were asked for and have no place, and those that were canceled; UNSET without any."""
-        waiting = [each for each in self.pending if each.id >= len(self.rules.stages)]
+        waiting = [change for change in self.pending if change.id >= len(self.rules.stages)]
         return Schedule(waiting, sorted(self.canceled)) if waiting or self.canceled else UNSET
 
-    def knows(self, given: Snapshot) -> bool:
+    def knows(self, snapshot: Snapshot) -> bool:
         """Return whether all rule changes and skipped steps of a checkpoint's snapshot are recorded."""
-        placed = given.placed
+        placed = snapshot.placed
         own = self.changes[: len(placed)]
         return (
             len(own) == len(placed)
             and all(
-                (mine.rules, mine.position) == (other.rules, other.position)
-                for mine, other in zip(own, placed, strict=True)
+                (own_change.rules, own_change.position) == (other.rules, other.position)
+                for own_change, other in zip(own, placed, strict=True)
             )
-            and self._numbers.issuperset(each.id for each in given.asked)
-            and self.canceled.issuperset(given.canceled)
-            and all(skip in self.skips for skip in given.skips)
+            and self._numbers.issuperset(change.id for change in snapshot.asked)
+            and self.canceled.issuperset(snapshot.canceled)
+            and all(skip in self.skips for skip in snapshot.skips)
         )
 
     def is_skipped(self, step: int) -> bool:
@@ -245,8 +245,8 @@ class History:
         if not self._places or snapshot.step > self._places[-1].step:
             floors = [seq for seq, _ in snapshot.floors] if self.in_order else []
             position = sum(snapshot.merge.merged_samples)
-            held, at_hand = snapshot.form.num_samples, snapshot if keep else None
-            self._places.append(_Place(snapshot.step, lsn, floors, position, held, at_hand))
+            num_samples, at_hand = snapshot.form.num_samples, snapshot if keep else None
+            self._places.append(_Place(snapshot.step, lsn, floors, position, num_samples, at_hand))
             self._at_hand += self._places[-1:] if keep else []
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -319,10 +319,10 @@ class History:
         self._places = [place for place in self._places if place.lsn >= lsn]
         self.order = [chunk for chunk in self.order if chunk.lsn >= lsn]
         self.is_cut = True
-        gone = bisect_right(self._lsns, lsn - 1)
-        del self._lsns[:gone]
-        del self._chains[: gone * DIGEST_BYTES]
-        self._first += gone
+        num_deleted = bisect_right(self._lsns, lsn - 1)
+        del self._lsns[:num_deleted]
+        del self._chains[: num_deleted * DIGEST_BYTES]
+        self._first += num_deleted
 
     @property
     def oldest_step(self) -> int:

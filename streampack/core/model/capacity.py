@@ -61,15 +61,15 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
     the largest stage counts.
     """
     if rules.stages:
-        return max(needed_tokens(each, max_sample_tokens) for each in rules_of_stages(rules))
+        return max(needed_tokens(stage_rules, max_sample_tokens) for stage_rules in rules_of_stages(rules))
     if rules.batch is not None:
         return (rules.batch.samples or rules.batch.min_samples) + 2 * rules.budget + max_sample_tokens
-    held = (rules.max_window + 2) * rules.budget
+    tokens = (rules.max_window + 2) * rules.budget
     if rules.balance.kind == "joint" and rules.balance.group is not None:
         align = rules.align.sample
         units = rules.budget // align
-        held = align * joint_bounds.held_tokens(units, rules.balance.group, rules.max_window, rules.forms_by_media)
-    return held + 2 * rules.most_packs * rules.budget + max_sample_tokens
+        tokens = align * joint_bounds.held_tokens(units, rules.balance.group, rules.max_window, rules.forms_by_media)
+    return tokens + 2 * rules.most_packs * rules.budget + max_sample_tokens
 
 
 def ahead_tokens(rules: Rules, max_sample_tokens: int) -> int:
@@ -80,18 +80,18 @@ def ahead_tokens(rules: Rules, max_sample_tokens: int) -> int:
     if rules.batch is not None:
         return 1 << 62
     if rules.stages:
-        return max(ahead_tokens(each, max_sample_tokens) for each in rules_of_stages(rules))
+        return max(ahead_tokens(stage_rules, max_sample_tokens) for stage_rules in rules_of_stages(rules))
     return needed_tokens(rules, max_sample_tokens) - rules.most_packs * rules.budget - max_sample_tokens
 
 
 def step_tokens(rules: Rules) -> int:
     """Return the most tokens of a step that is a number of packs, in any of the stages."""
-    return max(each.most_packs * each.budget for each in rules_of_stages(rules))
+    return max(stage_rules.most_packs * stage_rules.budget for stage_rules in rules_of_stages(rules))
 
 
 def largest_budget(rules: Rules) -> int:
     """Return the largest budget of all stages."""
-    return max(each.budget for each in rules_of_stages(rules))
+    return max(stage_rules.budget for stage_rules in rules_of_stages(rules))
 
 
 SHARED = 8

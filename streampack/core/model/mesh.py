@@ -80,8 +80,8 @@ class ReadBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return _named_ranks("tp", self.tp, mesh.tp), _named_ranks("pp", self.pp, mesh.pp)
 
     def __str__(self) -> str:
-        said = [f"{name}={list(ranks)}" for name, ranks in (("tp", self.tp), ("pp", self.pp)) if ranks is not None]
-        return " ".join(said) or "all"
+        parts = [f"{name}={list(ranks)}" for name, ranks in (("tp", self.tp), ("pp", self.pp)) if ranks is not None]
+        return " ".join(parts) or "all"
 
 
 def _named_ranks(name: str, ranks: tuple[int, ...] | None, size: int) -> tuple[int, ...]:

@@ -237,8 +237,8 @@ def _reweighed(rules: Rules, weights: dict[str, float]) -> tuple[StreamRules, ..
     left = [stream.name for stream in rules.streams if stream.weight]
     for name, weight in weights.items():
         if name not in left:
-            gone = ", which was removed" if any(name == stream.name for stream in rules.streams) else ""
-            raise ValueError(f"got stream {name!r}{gone}, expected one of: {', '.join(left)}")
+            removed = ", which was removed" if any(name == stream.name for stream in rules.streams) else ""
+            raise ValueError(f"got stream {name!r}{removed}, expected one of: {', '.join(left)}")
         if not (math.isfinite(weight) and 0 <= weight <= MAX_WEIGHT):
             raise ValueError(
                 f"stream {name!r}: got weight {weight:g}, expected 0 to {MAX_WEIGHT:g}. Weight 0 removes the stream"
@@ -257,9 +257,9 @@ def _reweighed(rules: Rules, weights: dict[str, float]) -> tuple[StreamRules, ..
 
 def _check_added(rules: Rules, added: tuple[StreamRules, ...]) -> tuple[StreamRules, ...]:
     """Return ``added``, the streams to add to ``rules``. Raises ValueError for a known name or a bad weight."""
-    known = {stream.name for stream in rules.streams}
+    names = {stream.name for stream in rules.streams}
     for stream in added:
-        if stream.name in known:
+        if stream.name in names:
             raise ValueError(
                 f"got a new stream {stream.name!r}, expected an unused name, because a current or removed stream of "
                 f"this feed has this name"
@@ -273,5 +273,5 @@ def _check_added(rules: Rules, added: tuple[StreamRules, ...]) -> tuple[StreamRu
             raise ValueError(
                 f"stream {stream.name!r}: got a pushed stream with `merge: schedule`, expected `merge: arrival`"
             )
-        known.add(stream.name)
+        names.add(stream.name)
     return added

@@ -66,7 +66,7 @@ def digests_of(identities: memoryview, bounds: I64, shares: bytes | UnsetType = 
     of_packs = (column[begin:end] for begin, end in pairwise(bounds.tolist()))
     trees = [depths.tobytes() if depths.any() else b"" for depths in of_packs]
     contents = [bytes(identities[begin:end]) for begin, end in spans]
-    return [blake2b(content + tree, digest_size=16).digest() for content, tree in zip(contents, trees, strict=True)]
+    return [blake2b(content + shared, digest_size=16).digest() for content, shared in zip(contents, trees, strict=True)]
 
 
 def step_digest(number: int, num_loss_tokens: int, num_samples: int, packs: Iterable[bytes]) -> bytes:
@@ -159,16 +159,16 @@ class PlannedPacks(Struct, frozen=True, eq=False):
     @classmethod
     def joined(cls, parts: Sequence[PlannedPacks]) -> PlannedPacks:
         """Return the packs of all ``parts``, one part after another."""
-        held = [part for part in parts if len(part)]
-        if len(held) < 2:
-            return held[0] if held else cls.empty()
-        before = accumulate((len(part.handles) for part in held), initial=0)
-        ends = [first + part.bounds[1:] for first, part in zip(before, held, strict=False)]
+        filled = [part for part in parts if len(part)]
+        if len(filled) < 2:
+            return filled[0] if filled else cls.empty()
+        before = accumulate((len(part.handles) for part in filled), initial=0)
+        ends = [first + part.bounds[1:] for first, part in zip(before, filled, strict=False)]
         return cls(
-            np.concatenate([part.handles for part in held]),
-            np.concatenate([held[0].bounds[:1], *ends]),
-            np.concatenate([part.sums for part in held], axis=1),
-            list(chain.from_iterable(part.digests for part in held)),
+            np.concatenate([part.handles for part in filled]),
+            np.concatenate([filled[0].bounds[:1], *ends]),
+            np.concatenate([part.sums for part in filled], axis=1),
+            list(chain.from_iterable(part.digests for part in filled)),
         )
 
     def cut(self, count: int) -> tuple[PlannedPacks, PlannedPacks]:

@@ -130,12 +130,12 @@ class AttemptCoordinator:
     def _probe(self) -> list[Effect]:
         """Ask the holders of claimed ranks for a ping, because their next regular ping may be seconds away."""
         effects: list[Effect] = []
-        asked = None
+        wanted_step = None
         for claim in self._registry.claims.values():
             others = self._registry.in_the_way(claim)
-            if others is asked:  # claims for ranks of another mesh share one list
+            if others is wanted_step:  # claims for ranks of another mesh share one list
                 continue
-            asked = others
+            wanted_step = others
             for other in others:
                 if self._registry.now >= max(other.heard, other.probed) + PROBE_S:
                     other.probed = self._registry.now
@@ -269,8 +269,8 @@ class AttemptCoordinator:
         """Return whether a reader's steps before its first step differ from this run's steps."""
         if reader.snapshot is not None and not self._source.knows(reader.snapshot):
             return False  # its changes are not recorded yet, and other steps follow from them
-        known = self._steps.chain_of(reader.first_step)
-        return known != b"" and reader.chain not in (b"", known)
+        chain = self._steps.chain_of(reader.first_step)
+        return chain != b"" and reader.chain not in (b"", chain)
 
     def _attached(self, reader: Reader) -> Attached:
         """Return the message that tells a reader that it has its rank."""
@@ -286,8 +286,8 @@ class AttemptCoordinator:
         """Tell a reader that it is part of the attempt, or that it has its rank and why it still waits."""
         if reader.entered:
             return self._link.send(reader, self._attached(reader))
-        known = reader.holds and not reader.fence
-        return (self._link.send(reader, self._attached(reader)) if known else []) + self.wait(reader)
+        has_part = reader.holds and not reader.fence
+        return (self._link.send(reader, self._attached(reader)) if has_part else []) + self.wait(reader)
 
     def wait(self, reader: Reader) -> list[Effect]:
         """If a reader waits, tell it the cause."""

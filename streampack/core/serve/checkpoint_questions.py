@@ -44,15 +44,17 @@ class CheckpointQuestions:
     def committed(self, step: int) -> list[Effect]:
         """Tell readers with a checkpoint at or before ``step`` that the checkpoint is recorded as durable."""
         self.forget_gone()
-        told = [(reader, asked) for reader, asked in self._commits.items() if asked <= step]
-        for reader, _ in told:
+        committed = [(reader, commit_step) for reader, commit_step in self._commits.items() if commit_step <= step]
+        for reader, _ in committed:
             del self._commits[reader]
         return [
-            e for reader, asked in told for e in self._link.send(reader, Committed(feed=self._link.feed, step=asked))
+            e
+            for reader, commit_step in committed
+            for e in self._link.send(reader, Committed(feed=self._link.feed, step=commit_step))
         ]
 
     def forget_gone(self) -> None:
         """Forget the questions of readers that have left."""
-        for asked in (self._asked, self._commits):
-            for reader in [reader for reader in asked if self._registry.named(reader.name) is not reader]:
-                del asked[reader]
+        for questions in (self._asked, self._commits):
+            for reader in [reader for reader in questions if self._registry.named(reader.name) is not reader]:
+                del questions[reader]

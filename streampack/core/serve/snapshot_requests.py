@@ -45,9 +45,9 @@ class SnapshotRequests:
         if digest in self._asked and len(self._here.keys() | self._asked.keys()) <= MOST_BROUGHT:
             return False  # thousands of readers attach with one snapshot before it comes
         used = {id(reader.snapshot) for reader in self._registry}
-        self._here = {known: snapshot for known, snapshot in self._here.items() if id(snapshot) in used}
+        self._here = {key: snapshot for key, snapshot in self._here.items() if id(snapshot) in used}
         pending = {reader.pending.snapshot_digest for reader in self._registry if reader.pending is not None}
-        self._asked = {known: asked for known, asked in self._asked.items() if known in pending}
+        self._asked = {key: request for key, request in self._asked.items() if key in pending}
         return len({*self._here, *pending} - {digest}) >= MOST_BROUGHT
 
     def should_ask(self, reader: Reader, now: float) -> bytes | None:
@@ -58,8 +58,8 @@ class SnapshotRequests:
         peer, when = self._asked.get(digest, (reader.peer, -ASK_S))
         # A reader that was asked and attaches again later has sent nothing: connections keep the order of messages.
         late = peer == reader.peer and now >= when + ASK_S
-        asked = self._registry.at(peer)
-        if not late and asked is not None and asked.pending is not None:
+        rank = self._registry.at(peer)
+        if not late and rank is not None and rank.pending is not None:
             return None
         self._asked[digest] = reader.peer, now
         return digest

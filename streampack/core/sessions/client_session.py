@@ -492,9 +492,9 @@ class ClientSession:
         return self._send(attach)
 
     @_messages.of(AskSnapshot)
-    def _send_snapshot(self, asked: AskSnapshot, envelope: Envelope) -> list[Effect]:
+    def _send_snapshot(self, question: AskSnapshot, envelope: Envelope) -> list[Effect]:
         """Send the snapshot of this reader's checkpoint, if the broker asks for this snapshot."""
-        if self.snapshot is None or asked.digest != self._digest:
+        if self.snapshot is None or question.digest != self._digest:
             return []
         return [self._send(Brought(feed=self.feed, digest=self._digest, snapshot=self.snapshot))]
 

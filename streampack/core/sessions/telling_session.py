@@ -59,7 +59,7 @@ class TellingSession:
         if not self.open:
             return ""
         silent = self._last_heard is None or self._now - self._last_heard > BROKER_SILENT_S
-        asks = all(isinstance(told.message, AskResults) for told in self.open.values())
+        asks = all(isinstance(tell.message, AskResults) for tell in self.open.values())
         if silent and not asks:
             return SILENT_TEXT
         return "the next step with reported values" if asks else "the broker's log to store values"
@@ -85,7 +85,7 @@ class TellingSession:
         self._now = event.now
         if not self.open or event.now - self._last_sent < REPEAT_S:
             return []
-        return [self._send(told) for told in self.open.values()]
+        return [self._send(tell) for tell in self.open.values()]
 
     @_events.of(FromBroker)
     def _receive(self, event: FromBroker) -> list[Effect]:
@@ -108,7 +108,7 @@ class TellingSession:
             self.answers[message.number] = envelope
         return []
 
-    def _send(self, told: Tell) -> Send:
+    def _send(self, tell: Tell) -> Send:
         """Return the effect that sends a message with its payload."""
         self._last_sent = self._now
-        return Send(Envelope(run=self.run, epoch=self.epoch, fence=0, message=told.message, payload=told.payload))
+        return Send(Envelope(run=self.run, epoch=self.epoch, fence=0, message=tell.message, payload=tell.payload))

@@ -120,7 +120,7 @@ class Staging:
         in_turn = [(*next_, p) for p in self.of_feed(feed) if (next_ := self._of[p].next_in_turn()) is not None]
         if not in_turn:
             return None
-        *_, chunk, p = min(in_turn, key=lambda each: each[:2])
+        *_, chunk, p = min(in_turn, key=lambda turn: turn[:2])
         return p, chunk
 
     def of_feed(self, feed: str) -> list[int]:
@@ -129,14 +129,14 @@ class Staging:
 
     def waiting(self, partitions: Iterable[int]) -> LateWaits | None:
         """Return what waits for late fields in some partitions; None if none of them has late fields."""
-        mine = [p for p in partitions if p in self._of and self._of[p].late]
-        staged = [self._of[p] for p in mine]
+        with_late = [p for p in partitions if p in self._of and self._of[p].late]
+        staged = [self._of[p] for p in with_late]
         if not staged:
             return None
-        oldest = min((age for each in staged if (age := each.oldest()) is not None), default=None)
+        oldest = min((age for partition in staged if (age := partition.oldest()) is not None), default=None)
         seconds, fields = (0.0, []) if oldest is None else (self._now - oldest[0], oldest[1])
-        refused = sum((self._refused.get(p, Counter()) for p in mine), Counter[str]())
-        return LateWaits(sum(each.num_waiting for each in staged), seconds, fields, dict(refused))
+        refused = sum((self._refused.get(p, Counter()) for p in with_late), Counter[str]())
+        return LateWaits(sum(partition.num_waiting for partition in staged), seconds, fields, dict(refused))
 
     def in_the_way(self, feed: str, policy: int, filled: int) -> InFlight | None:
         """Return samples of a paced feed for which the next complete sample must wait; None if there are none.
@@ -146,7 +146,7 @@ class Staging:
         in_turn = self.next_in_turn(feed)
         if in_turn is None:
             return None
-        incomplete = [each for p in self.of_feed(feed) for each in self._of[p].incomplete()]
+        incomplete = [sample for p in self.of_feed(feed) for sample in self._of[p].incomplete()]
         chunk = in_turn[1]
         return self.tickets[feed].in_the_way(chunk.version, incomplete, policy, filled, chunk.num_complete)
 
@@ -193,17 +193,17 @@ class Staging:
         """
         staged = self._of[p]
         try:
-            given = parse_amend(message, payload, staged, ended)
+            parsed = parse_amend(message, payload, staged, ended)
         except Refused as refused:
-            given, refusal = Amendments([], []), str(refused)
+            parsed, refusal = Amendments([], []), str(refused)
         else:
-            if given is None:
+            if parsed is None:
                 self._hold(Early(p, message, tuple(map(bytes, payload)), producer))
                 return []
-            wrong = contradiction(given.refused, given.other)
+            wrong = contradiction(parsed.refused, parsed.other)
             refusal = wrong and f"stream {staged.stream!r} partition {staged.partition} {wrong}"
-        effects = self._put(p, given.values) if given.values else []
-        self._answers.append(AmendAnswer(self._journal.next_lsn, producer, message.number, p, given, refusal[:2000]))
+        effects = self._put(p, parsed.values) if parsed.values else []
+        self._answers.append(AmendAnswer(self._journal.next_lsn, producer, message.number, p, parsed, refusal[:2000]))
         if refusal:
             text = f"refused values: {refusal}"
             effects.append(Report("warning", text, stream=message.stream, partition=message.partition))
@@ -211,18 +211,18 @@ class Staging:
 
     def _hold(self, early: Early) -> None:
         """Keep a message that came before its samples, if there is room; its sender repeats it anyway."""
-        self._early = [each for each in self._early if not early.repeats(each)]
-        size = sum(len(frame) for each in (*self._early, early) for frame in each.payload)
+        self._early = [waiting for waiting in self._early if not early.repeats(waiting)]
+        size = sum(len(frame) for waiting in (*self._early, early) for frame in waiting.payload)
         if len(self._early) < MOST_EARLY and size <= MOST_EARLY_BYTES:
             self._early.append(early)
 
     def amend_early(self, p: int) -> list[Effect]:
         """Handle the messages that came before samples of partition ``p`` which have come now."""
-        early = [each for each in self._early if each.p == p]
+        early = [waiting for waiting in self._early if waiting.p == p]
         if not early:
             return []
-        self._early = [each for each in self._early if each.p != p]
-        return [e for each in early for e in self.amend(p, each.message, each.payload, each.producer)]
+        self._early = [waiting for waiting in self._early if waiting.p != p]
+        return [e for waiting in early for e in self.amend(p, waiting.message, waiting.payload, waiting.producer)]
 
     def _put(self, p: int, values: Sequence[LateValue]) -> list[Effect]:
         """Record new values, one record for all samples that get the same fields."""
@@ -231,8 +231,8 @@ class Staging:
         for value in values:
             names.setdefault(value.seq, []).append(value)
         effects: list[Effect] = []
-        for fields in sorted({tuple(value.name for value in mine) for mine in names.values()}):
-            seqs = [seq for seq, mine in names.items() if tuple(value.name for value in mine) == fields]
+        for fields in sorted({tuple(value.name for value in values) for values in names.values()}):
+            seqs = [seq for seq, values in names.items() if tuple(value.name for value in values) == fields]
             columns = [[next(v for v in names[seq] if v.name == name) for seq in seqs] for name in fields]
             crcs = np.array([[value.crc for value in column] for column in columns], "<u4")
             places = [place for seq in seqs if (place := staged.find(seq)) is not None]
@@ -295,28 +295,28 @@ class Staging:
         """Fill in the defaults of samples whose values did not come, or drop the samples."""
         staged = self._of[p]
         lacking = {at: chunk.lacking(staged.late, at) for at in rows}
-        names = sorted({name for each in lacking.values() for name in each})
-        defaults = {each.name: each.fill(each.default).tobytes() for each in staged.late if each.default is not None}
+        names = sorted({name for lacking_names in lacking.values() for name in lacking_names})
+        defaults = {late.name: late.fill(late.default).tobytes() for late in staged.late if late.default is not None}
         where = f"stream {staged.stream!r} partition {staged.partition}"
-        what = f"{', '.join(names)} of {len(rows)} samples, from number {chunk.base_seq + rows[0]} on, did not come"
+        missing = f"{', '.join(names)} of {len(rows)} samples, from number {chunk.base_seq + rows[0]} on, did not come"
         if all(name in defaults for name in names):
             values = [
-                LateValue(chunk.base_seq + at, each.name, 0, self._fill(each, int(chunk.lengths[at])))
-                for at in rows for each in staged.late if each.name in lacking[at]
+                LateValue(chunk.base_seq + at, field.name, 0, self._fill(field, int(chunk.lengths[at])))
+                for at in rows for field in staged.late if field.name in lacking[at]
             ]  # fmt: skip
-            text = f"{where}: {what} within {timeout_s} s (late_timeout_s); the default is used"
+            text = f"{where}: {missing} within {timeout_s} s (late_timeout_s); the default is used"
             return [Report("warning", text, feed=feed, stream=staged.stream), *self._put(p, values)]
         count = time_out(chunk, rows)
         self.timed_out += count
-        text = f"{where}: {what} within {timeout_s} s (late_timeout_s); {count} samples are dropped"
+        text = f"{where}: {missing} within {timeout_s} s (late_timeout_s); {count} samples are dropped"
         return [Report("warning", text, feed=feed, stream=staged.stream)]
 
     @staticmethod
-    def _fill(each: Field, length: int) -> bytes:
+    def _fill(field: Field, length: int) -> bytes:
         """Return the default of a field for a sample of ``length`` tokens."""
-        assert each.default is not None
-        shape = (length, *each.shape) if each.axis == "token" else each.shape
-        return np.broadcast_to(each.fill(each.default), shape).tobytes()
+        assert field.default is not None
+        shape = (length, *field.shape) if field.axis == "token" else field.shape
+        return np.broadcast_to(field.fill(field.default), shape).tobytes()
 
     # Dropping
 
@@ -354,7 +354,7 @@ class Staging:
         effects: list[Effect] = []
         for feed in self._feeds:
             staged = [self._of[p] for p in self.of_feed(feed)]
-            unread = {lsn for each in staged for chunk in each.chunks for lsn in chunk.unread}
+            unread = {lsn for partition in staged for chunk in partition.chunks for lsn in chunk.unread}
             effects += [Recall(feed, lsn) for lsn in sorted(unread)]
         return effects
 
@@ -389,7 +389,7 @@ def _columns(record: SamplesAmended) -> list[tuple[int, dict[str, int]]]:
 
 def _values_of(record: SamplesAmended, payload: tuple[Any, ...], late: Sequence[Field]) -> list[LateValue]:
     """Return the values in a record."""
-    fields = {each.name: each for each in late}
+    fields = {late_field.name: late_field for late_field in late}
     lengths, columns, values = np.frombuffer(record.lengths_u32, "<u4").tolist(), _columns(record), list[LateValue]()
     for name, frame in zip(record.names, payload, strict=True):
         data, at, field = memoryview(frame).cast("B"), 0, fields[name]

@@ -113,9 +113,9 @@ class LogFollower:
             return str(self.phase.value)
         if self.refused:
             return self.refused
-        what = "has every safe record" if self.is_member else "copies the log"
+        state = "has every safe record" if self.is_member else "copies the log"
         silent = f"; {self.leader.active} is silent for {self._silent_s:.0f} s" if self._silent_s > 2 else ""
-        return f"{what} of {self.leader.active}{silent}"
+        return f"{state} of {self.leader.active}{silent}"
 
     def handle(self, event: Event) -> list[Effect]:
         """Return the effects of an event, for the shell to perform in order."""

@@ -200,8 +200,8 @@ class LogShipper:
         if not isinstance(message, Follow) or message.name == self.entry.active:
             return []
         if envelope.run != self.run or message.config_digest != self._config_digest:
-            what = "run" if envelope.run != self.run else "settings (rules, streams, seed or fields)"
-            detail = f"got a standby with another {what}, expected the broker.yaml of the active broker"
+            difference = "run" if envelope.run != self.run else "settings (rules, streams, seed or fields)"
+            detail = f"got a standby with another {difference}, expected the broker.yaml of the active broker"
             return [self._send(peer, Reject(code="standby", detail=detail))]
         lost = self._silent_s > self._lost_s
         if self.standby and message.process != self._process and not lost:

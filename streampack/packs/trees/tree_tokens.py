@@ -139,9 +139,9 @@ class TreeTokens:
         sums = [np.append(0, np.cumsum(whole[a:b])).astype(np.int32) for a, b in of_packs]
         return Column(np.concatenate(sums), np.cumsum([0, *map(len, sums)]).tolist())
 
-    def _field(self, field: Field, came: Column, extra: list[bool]) -> Column:
+    def _field(self, field: Field, column: Column, extra: list[bool]) -> Column:
         """Return a writable copy of a declared field, bfloat16 as float32; a target gets the rows that make P."""
-        values, bounds = came.values.copy(), np.array(came.bounds)
+        values, bounds = column.values.copy(), np.array(column.bounds)
         if field.align == "target" and any(extra):
             values = np.insert(values, bounds[1:][extra], field.fill(field.pad), axis=0)
             bounds += np.append(0, np.cumsum(extra))

@@ -78,8 +78,8 @@ def size_urls(urls: Sequence[str]) -> dict[str, int]:
     stop = threading.Event()
     pool = ThreadPoolExecutor(min(_LISTERS, len(urls)))
     try:
-        asked = {pool.submit(_size, url, stop): url for url in urls}
-        return {asked[done]: done.result() for done in as_completed(asked)}
+        futures = {pool.submit(_size, url, stop): url for url in urls}
+        return {futures[done]: done.result() for done in as_completed(futures)}
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)

@@ -39,7 +39,7 @@ def pace_of(feed: Feed) -> Pace | None:
         return None
     fill = int(trained.last_sums[1].sum()) / room if room else 1.0
     merged = int(feed.planner.merge.current.merged_tokens.sum())
-    tokens = merged - sum(held for _, held in feed.planner.waiting_lengths.rows())
+    tokens = merged - sum(num_tokens for _, num_tokens in feed.planner.waiting_lengths.rows())
     return Pace(rules_at_step(feed, step), step, tokens, fill)
 
 
@@ -69,8 +69,12 @@ def estimate(rules: Rules, pending: Sequence[Scheduled], step: int, tokens: floa
         fill: Tokens of a step, as a share of its room; for batches, its tokens.
     """
     steps: dict[int, int] = {}
-    at_step = sorted((each for each in pending if each.at.step is not None), key=lambda each: each.at.step or 0)
-    at_tokens = sorted((each for each in pending if each.at.step is None), key=lambda each: each.at.tokens or 0)
+    at_step = sorted(
+        (change for change in pending if change.at.step is not None), key=lambda change: change.at.step or 0
+    )
+    at_tokens = sorted(
+        (change for change in pending if change.at.step is None), key=lambda change: change.at.tokens or 0
+    )
     while at_tokens and fill > 0:
         if at_step and (at_step[0].at.step or 0) <= step:
             rules = _changed(rules, at_step.pop(0), step)

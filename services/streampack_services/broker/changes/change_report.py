@@ -96,11 +96,11 @@ def _again(change: RulesChange, names: dict[int, str]) -> ComingChange:
 
 
 def _coming(change: Scheduled, estimated: int | None) -> ComingChange:
-    what = describe_change(change.ask)
+    description = describe_change(change.ask)
     return ComingChange(
         id=change.id,
         name=change.name,
-        what=what.removeprefix("stage ") if isinstance(change.ask, Stage) else what,
+        what=description.removeprefix("stage ") if isinstance(change.ask, Stage) else description,
         step=change.at.step,
         tokens=change.at.tokens,
         estimated_step=estimated,

@@ -139,7 +139,7 @@ class WaitWindow:
         recent = np.maximum(figures - before, 0.0)
         streams_before = [old.streams[first + at] if at < len(same) and same[at] else {} for at in range(len(keys))]
         waited = recent[:, _STREAM].tolist()
-        return RecentWaits(recent, [_split(*each) for each in zip(waited, streams, streams_before, strict=True)])
+        return RecentWaits(recent, [_split(*rank) for rank in zip(waited, streams, streams_before, strict=True)])
 
 
 def _split(seconds: float, now: Streams, before: Streams) -> Streams:
@@ -195,19 +195,19 @@ class RankTotals:
         self._grow(first + len(keys))
         part = slice(first, first + len(keys))
         same = (self._keys[part] == keys) & (keys != UNHEARD)
-        came, known = np.where(same, self._came[part], now), self._known[part] & same
-        counted = np.minimum(1.0, (now - came) / np.maximum(figures[:, :STEPS].sum(axis=1), 1e-9))
+        times, is_known = np.where(same, self._came[part], now), self._known[part] & same
+        counted = np.minimum(1.0, (now - times) / np.maximum(figures[:, :STEPS].sum(axis=1), 1e-9))
         fresh = figures * (1.0 - counted)[:, None]
         fresh[:, STEPS] = figures[:, STEPS]
-        origin, last = (np.where(known[:, None], rows[part], fresh) for rows in (self._origin, self._last))
+        origin, last = (np.where(is_known[:, None], rows[part], fresh) for rows in (self._origin, self._last))
         figures = np.where(reported[:, None], figures, last)
         self.sums = self.sums + np.maximum(figures - last, 0.0)[reported].sum(axis=0)
-        began = known & (last[:, STEPS] == origin[:, STEPS]) & (figures[:, STEPS] > last[:, STEPS])
+        began = is_known & (last[:, STEPS] == origin[:, STEPS]) & (figures[:, STEPS] > last[:, STEPS])
         began &= self._turns[part] % 2 == 0
         origin = np.where(began[:, None], figures, origin)
         turns = self._turns[part] + began
-        turns = np.where(known, turns, (turns + 2) // 2 * 2)
-        self._keys[part], self._came[part], self._known[part] = keys, came, known | reported
+        turns = np.where(is_known, turns, (turns + 2) // 2 * 2)
+        self._keys[part], self._came[part], self._known[part] = keys, times, is_known | reported
         self._origin[part], self._last[part], self._turns[part] = origin, figures, turns
         return np.where(keys == UNHEARD, keys, (keys << 8) + turns % 256), np.maximum(figures - origin, 0.0)
 

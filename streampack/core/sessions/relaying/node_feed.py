@@ -124,7 +124,7 @@ class NodeFeed:
 
     def covers(self, share: Share) -> bool:
         """Return whether the broker was asked for the parts of a rank, for this rank or for another."""
-        return any(share.pair == asked.pair and {*asked.frames} >= {*share.frames} for asked in self._asked.values())
+        return any(share.pair == ask.pair and {*ask.frames} >= {*share.frames} for ask in self._asked.values())
 
     def has_all(self, step: int, share: Share) -> bool:
         """Return whether every part of ``step`` for a rank is here."""
