@@ -418,9 +418,9 @@ def _media_of(
     if limits is not None and not isinstance(limits, Mapping):
         raise ConfigError(f"limits: got {limits!r}, expected a mapping such as {{'patches': 16384}}")
     if patches is None:
-        for name, given in (("limits", limits), ("patch_costs", linear or quadratic), ("item_cost", item_cost)):
-            if given:
-                raise ConfigError(f"{name}: got {given!r} without patches, expected the patches of each sample")
+        for name, value in (("limits", limits), ("patch_costs", linear or quadratic), ("item_cost", item_cost)):
+            if value:
+                raise ConfigError(f"{name}: got {value!r} without patches, expected the patches of each sample")
         return None
     of_samples = _listed(patches, num_samples)
     items = np.array(list(map(len, of_samples)), np.int64)
@@ -488,18 +488,20 @@ def _check_media(media: _Media, mode: str, packer: str | None) -> None:
     if mode == "padded":
         raise ConfigError('patches: got media with mode="padded", which do not go together yet. Leave one of them out')
     if len(media.limited.most) and not make_packer(packer or DEFAULT).keeps_limits:
-        known = " or ".join(map(repr, LIMITED_PACKERS))
-        raise ConfigError(f"limits: got limits with packer {packer!r}, expected {known}, which keeps limits for media")
+        packers = " or ".join(map(repr, LIMITED_PACKERS))
+        raise ConfigError(
+            f"limits: got limits with packer {packer!r}, expected {packers}, which keeps limits for media"
+        )
 
 
 def _check_names(mode: str, order: str, balance: str, empty: str) -> None:
     """Raise ConfigError if an option of ``plan_step`` has an unknown value."""
-    for name, got, known in (
+    for name, got, allowed in (
         ("mode", mode, ("packed", "padded")), ("order", order, ORDERS), ("balance", balance, ("level", *BALANCES)),
         ("empty", empty, ("pad", "error")),
     ):  # fmt: skip
-        if got not in known:
-            raise ConfigError(f"{name}: got {got!r}, expected one of {', '.join(known)}")
+        if got not in allowed:
+            raise ConfigError(f"{name}: got {got!r}, expected one of {', '.join(allowed)}")
 
 
 def _sum_of_loss(loss: I64, num_samples: int) -> int:

@@ -185,7 +185,7 @@ def _has(path: Path, text: str) -> bool:
 def _old(path: Path) -> Path:
     """Return a path beside ``path`` for its old contents, at which no file exists."""
     names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
-    return next(each for each in names if not each.exists())
+    return next(name for name in names if not name.exists())
 
 
 def _check_names(name: str, place: Place, options: Options) -> None:
@@ -220,7 +220,7 @@ def _check_paths(name: str, read: Files) -> None:
 
 def _files(place: Place, options: Options, words: dict[str, str], read: Files) -> Iterator[tuple[Path, str]]:
     """Yield (path in the target folder, text) of every file of a place, with names filled in."""
-    filled = [numbers(read.broker, read.producer, in_trainers_pod=each) | words for each in (False, True)]
+    filled = [numbers(read.broker, read.producer, in_trainers_pod=in_pod) | words for in_pod in (False, True)]
     for part in place.parts:
         source = FILES / part
         for path in sorted(source.rglob("*")) if source.is_dir() else [source]:
@@ -256,17 +256,17 @@ def _configured(path: Path, options: Options, words: Mapping[str, str]) -> str:
     read(config)
     whole = read_tree(config)
     own = {key: value for key, value in parse_tree(text, path).items() if key in _WHERE[path.name]}
-    tree = {key: value for key, value in whole.items() if key not in _WHERE[path.name]}
+    values = {key: value for key, value in whole.items() if key not in _WHERE[path.name]}
     for key, value in own.items():
         kept = whole.get(key)
         users = {name: kept[name] for name in _KEPT.get(key, ()) if name in kept} if isinstance(kept, dict) else {}
-        tree[key] = users | value if users else value
+        values[key] = users | value if users else value
     if path.parent.name == "systemd" and "standby" in whole:
-        tree["standby"] = whole["standby"]
+        values["standby"] = whole["standby"]
     if path.name == "broker.yaml" and options.run is not None:
-        tree["run"] = options.run
+        values["run"] = options.run
     head = f"# This is a copy of {config.name} with other values for: {', '.join(own)}.\n"
-    return head + yaml.safe_dump(tree, sort_keys=False, width=110)
+    return head + yaml.safe_dump(values, sort_keys=False, width=110)
 
 
 def _words(options: Options, read: Files) -> dict[str, str]:

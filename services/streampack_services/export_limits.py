@@ -38,7 +38,7 @@ def limit_gib(config: BrokerConfig) -> int:
 def largest_step(config: BrokerConfig) -> int:
     """Return the most bytes of a step's tokens; 0 if each batch has a size of its own."""
     rules = [feed.rules for feed in plan(config).feeds if feed.rules.batch is None]
-    return max((step_tokens(each) * each.token_bytes for each in rules), default=0)
+    return max((step_tokens(stage) * stage.token_bytes for stage in rules), default=0)
 
 
 def numbers(broker: BrokerConfig | None, producer: ProducerConfig | None, *, in_trainers_pod: bool) -> dict[str, str]:

@@ -35,7 +35,7 @@ def set_up(level: Level = "info", *, as_json: bool = False, run: str = "", ring:
     handler.setLevel(level.upper())
     root = logging.getLogger()
     root.handlers[:] = [handler] if ring is None else [handler, ring]
-    root.setLevel(min(each.level for each in root.handlers))
+    root.setLevel(min(handler.level for handler in root.handlers))
     logging.captureWarnings(True)
 
 
@@ -133,7 +133,7 @@ class _JsonLine(logging.Formatter):
 
 def printable(text: str) -> str:
     """Return ``text`` with ``?`` for every character that could control a terminal, since peers choose some text."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _name(record: logging.LogRecord) -> str:

@@ -67,7 +67,7 @@ def own_runs() -> list[OwnRun]:
         for path in _folder().glob(f"{socket.gethostname()}-*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError):
                 runs |= _read(path)
-    return sorted(runs, key=lambda each: each.http)
+    return sorted(runs, key=lambda run: run.http)
 
 
 def _read(path: Path) -> set[OwnRun]:
@@ -98,7 +98,7 @@ def claim_port(port: int) -> contextlib.ExitStack | None:
 
 def listed(but: str = "") -> str:
     """Return the addresses of the user's brokers on this host as text, without the address ``but``."""
-    return ", ".join(f"{each.http} (run {each.run})" for each in own_runs() if each.http != but)
+    return ", ".join(f"{run.http} (run {run.run})" for run in own_runs() if run.http != but)
 
 
 def only_address(run: str | None = None, state_dir: str | None = None) -> str | None:
@@ -110,7 +110,7 @@ def only_address(run: str | None = None, state_dir: str | None = None) -> str | 
     runs = own_runs()
     if run is not None:
         same = str(Path(state_dir).resolve()) if state_dir else ""
-        runs = [each for each in runs if (each.run, each.state_dir) == (run, same)]
+        runs = [other for other in runs if (other.run, other.state_dir) == (run, same)]
     if len(runs) > 1:
         raise UserError(
             f"{len(runs)} brokers of yours run on this host: {listed()}. Pass the address of one of them, or -c with "

@@ -140,11 +140,11 @@ def _from_order(sizes: dict[str, Any], order: str, environ: Mapping[str, str]) -
             'torchrun, or pass the ranks, such as mesh={"dp": 8, "dp_rank": rank}'
         )
     rank, world = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
-    known = prod(sizes.get(axis, 1) for axis in names)
-    if "dp" in names and "dp" not in sizes and world % known == 0:
-        sizes["dp"] = world // known
-        known = world
-    if known != world or not 0 <= rank < world:
+    num_known = prod(sizes.get(axis, 1) for axis in names)
+    if "dp" in names and "dp" not in sizes and world % num_known == 0:
+        sizes["dp"] = world // num_known
+        num_known = world
+    if num_known != world or not 0 <= rank < world:
         got = ", ".join(f"{axis}={sizes[axis]}" for axis in names if axis in sizes) or "no sizes"
         raise MeshError(
             f"got {got} with RANK={rank} and WORLD_SIZE={world}, expected sizes whose product is {world}. Correct "

@@ -284,8 +284,8 @@ class Reading:
         """Index of the first step that is not used: the next one, or the one in use while packs of it are left."""
         return self._in_use + 1 if self._in_use is not None and self._counted.all_taken else self._upto
 
-    def _used_step(self, given: Any, least: int) -> int:
-        """Return the step index ``given`` as an int. Raises UserError for a step below ``least`` or not handed out.
+    def _used_step(self, used: Any, least: int) -> int:
+        """Return the step index ``used`` as an int. Raises UserError for a step below ``least`` or not handed out.
 
         The step in use may be named if the trainer has taken all of its packs, or none: others may train on it.
         """
@@ -293,15 +293,15 @@ class Reading:
         if self._in_use is not None and not self._counted.all_taken:
             if self._counted.none_taken:
                 upto = self._in_use + 1
-            elif given == self._in_use:
+            elif used == self._in_use:
                 in_the_middle = (
-                    f". The trainer is in the middle of step {given}. Call this after the loop over its micro-batches"
+                    f". The trainer is in the middle of step {used}. Call this after the loop over its micro-batches"
                 )
         with contextlib.suppress(TypeError):
-            if least <= operator.index(given) < upto:
-                return operator.index(given)
+            if least <= operator.index(used) < upto:
+                return operator.index(used)
         had = f"{least} to {upto - 1}" if least < upto else "no step yet"
-        raise UserError(f"got step={given!r}, expected the index of a step that was handed out ({had}){in_the_middle}")
+        raise UserError(f"got step={used!r}, expected the index of a step that was handed out ({had}){in_the_middle}")
 
     def _move_to(self, place: Begin) -> None:
         """Drop all steps and packs of the current iteration; the next one begins at ``place``."""

@@ -45,23 +45,23 @@ class AlignSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def derived_align(
-    cp: int, tp: int, layout: str, precision: Precision | None = None, given: AlignSettings | None = None
+    cp: int, tp: int, layout: str, precision: Precision | None = None, settings: AlignSettings | None = None
 ) -> Align:
     """Return the alignment for a mesh of ``cp`` and ``tp`` ranks whose packs are cut by ``layout``.
 
-    ``given``: settings that replace derived multiples.
+    ``settings``: settings that replace derived multiples.
 
     >>> derived_align(2, 4, "zigzag")
     Align(sample=16, pack=16)
     >>> derived_align(2, 4, "zigzag", "mxfp8", AlignSettings(sample="tight"))
     Align(sample=4, pack=256)
     """
-    given = given or AlignSettings()
-    tight = given.sample == "tight"
+    settings = settings or AlignSettings()
+    tight = settings.sample == "tight"
     chunks = (cp if layout == "contiguous" else 2 * cp) if cp > 1 else 1
     pack = lcm(chunks, cp * tp) if tight else chunks * tp
-    if isinstance(given.sample, int):
-        sample = lcm(given.sample, given.lcm)
+    if isinstance(settings.sample, int):
+        sample = lcm(settings.sample, settings.lcm)
     else:
-        sample = lcm((chunks if tight else chunks * tp) if layout in ("zigzag", "whole") else 1, given.lcm)
-    return Align(sample=sample, pack=given.pack or lcm(pack * PRECISION_TOKENS[precision], sample))
+        sample = lcm((chunks if tight else chunks * tp) if layout in ("zigzag", "whole") else 1, settings.lcm)
+    return Align(sample=sample, pack=settings.pack or lcm(pack * PRECISION_TOKENS[precision], sample))

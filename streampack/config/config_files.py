@@ -18,12 +18,12 @@ from streampack.errors import ConfigError
 
 def read_broker(path: str | Path) -> BrokerConfig:
     """Read and check a broker.yaml. Raises ConfigError."""
-    tree = read_tree(path)
-    if _names_sources(tree):
+    content = read_tree(path)
+    if _names_sources(content):
         raise ConfigError(
             f"{path}: got a producer.yaml file (its streams have the key `source`), expected a broker.yaml file"
         )
-    config = convert(tree, BrokerConfig, str(path))
+    config = convert(content, BrokerConfig, str(path))
     try:
         return checked(config)
     except ConfigError as error:
@@ -32,12 +32,12 @@ def read_broker(path: str | Path) -> BrokerConfig:
 
 def read_producer(path: str | Path) -> ProducerConfig:
     """Read a producer.yaml. Raises ConfigError."""
-    tree = read_tree(path)
-    if isinstance(tree, dict) and not _names_sources(tree) and set(tree) & _BROKER_KEYS:
+    config = read_tree(path)
+    if isinstance(config, dict) and not _names_sources(config) and set(config) & _BROKER_KEYS:
         raise ConfigError(
             f"{path}: got a broker.yaml file (its streams lack the key `source`), expected a producer.yaml file"
         )
-    return convert(tree, ProducerConfig, str(path))
+    return convert(config, ProducerConfig, str(path))
 
 
 def read_either(path: str | Path) -> BrokerConfig | ProducerConfig:
@@ -50,8 +50,8 @@ _BROKER_KEYS = {field.encode_name for field in msgspec.structs.fields(BrokerConf
 }
 
 
-def _names_sources(tree: Any) -> bool:
+def _names_sources(config: Any) -> bool:
     """Return whether a YAML tree is a producer.yaml: some of its streams name a source."""
-    streams = tree.get("streams") if isinstance(tree, dict) else None
+    streams = config.get("streams") if isinstance(config, dict) else None
     named = list(streams.values()) if isinstance(streams, dict) else []
     return any(isinstance(stream, dict) and "source" in stream for stream in named)

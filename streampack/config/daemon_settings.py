@@ -152,7 +152,9 @@ class BrokerConfig(
         mesh, layout = self.planned_mesh, self.feeds[feed].cp_layout
         align = derived_align(mesh.cp, mesh.tp, layout, self.precision, settings.align)
         declared = tuple(field.declared(name) for name, field in self.fields.items())
-        fields, media_fields = (tuple(each for each in declared if each.of_media is media) for media in (False, True))
+        fields, media_fields = (
+            tuple(field for field in declared if field.of_media is media) for media in (False, True)
+        )
         streams = tuple(
             stream.recorded(name, settings)
             for name, stream in self.streams.items()
@@ -200,14 +202,14 @@ class BrokerConfig(
         if not self.feeds[feed].rules:
             return self.rules
         over = self.feeds[feed].rules
-        tree = msgspec.to_builtins(self.rules)
+        values = msgspec.to_builtins(self.rules)
         if isinstance(over.get("step"), dict) and any(kind in over["step"] for kind in STEP_KINDS):
-            tree["step"] |= {kind: getattr(StepSettings(), kind) for kind in STEP_KINDS}
-        tree = overlaid(tree, over)
+            values["step"] |= {kind: getattr(StepSettings(), kind) for kind in STEP_KINDS}
+        values = overlaid(values, over)
         try:
-            return msgspec.convert(tree, RulesSettings)
+            return msgspec.convert(values, RulesSettings)
         except (msgspec.ValidationError, ValueError) as error:
-            raise ConfigError(explained(error, RulesSettings, tree, f"feeds.{feed}.rules")) from None
+            raise ConfigError(explained(error, RulesSettings, values, f"feeds.{feed}.rules")) from None
 
 
 class ProducerStream(SourceSettings, frozen=True, kw_only=True):

@@ -102,14 +102,14 @@ class FieldSettings(FieldKeys, frozen=True, kw_only=True):
 
     def declared(self, name: str) -> Field:
         """Return the declared field ``name`` with all defaults filled in. Raises ConfigError."""
-        known = _KNOWN_FIELDS.get(name, {})
+        defaults = _KNOWN_FIELDS.get(name, {})
         chosen = {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
-        if "dtype" not in chosen | known:
+        if "dtype" not in chosen | defaults:
             raise ConfigError(
                 f"fields.{name}: got a field without `dtype`, expected one of: {', '.join(get_args(DType))}"
             )
         try:
-            return Field(name=name, **(known | chosen))
+            return Field(name=name, **(defaults | chosen))
         except ValueError as error:
             raise ConfigError(f"fields.{name}: {error}") from None
 

@@ -54,7 +54,7 @@ def read_tree(path: str | Path) -> Any:
 def parse_tree(text: str, path: str | Path) -> Any:
     """Return the unchecked contents of YAML text; ``path`` is for messages. Raises ConfigError."""
     try:
-        tree = with_home(msgspec.yaml.decode(text))
+        content = with_home(msgspec.yaml.decode(text))
         twice = _duplicate_key_error(yaml.compose(text, Loader=yaml.SafeLoader))
     except (msgspec.DecodeError, ValueError, yaml.YAMLError) as error:
         if tabbed := _tabbed_line(text):
@@ -67,7 +67,7 @@ def parse_tree(text: str, path: str | Path) -> Any:
         raise ConfigError(f"{path}: got keys that are nested too deeply, expected only a few levels") from None
     if twice:
         raise ConfigError(f"{path}: {twice}")
-    return {} if tree is None else tree
+    return {} if content is None else content
 
 
 def _tabbed_line(text: str) -> int:
@@ -83,16 +83,16 @@ def _tabbed_line(text: str) -> int:
     return 0
 
 
-def with_home(tree: Any) -> Any:
+def with_home(content: Any) -> Any:
     """Return plain values with the home folder in place of ``~`` where a text begins with ``~/`` or ``~USER/``.
 
     A text may also be an address, such as ``file://~/run.json``. To name a folder ``~``, write ``./~/``.
     """
-    if isinstance(tree, str):
-        return _HOME.sub(lambda match: match[1] + os.path.expanduser(match[2]), tree)
-    if isinstance(tree, dict):
-        return {key: with_home(value) for key, value in tree.items()}
-    return [with_home(value) for value in tree] if isinstance(tree, list) else tree
+    if isinstance(content, str):
+        return _HOME.sub(lambda match: match[1] + os.path.expanduser(match[2]), content)
+    if isinstance(content, dict):
+        return {key: with_home(value) for key, value in content.items()}
+    return [with_home(value) for value in content] if isinstance(content, list) else content
 
 
 def _duplicate_key_error(node: yaml.Node | None, path: str = "") -> str:
@@ -111,27 +111,27 @@ def _duplicate_key_error(node: yaml.Node | None, path: str = "") -> str:
     return ""
 
 
-def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
+def convert(content: Any, kind: type[T], where: str = "configuration") -> T:
     """Convert plain dictionaries and lists to the struct ``kind``. Raises ConfigError with the path of the wrong key.
 
     ``where``: start of the error's text, such as the name of the file.
     """
     try:
-        tree = with_home(tree)
-        return msgspec.convert(tree, kind)
+        content = with_home(content)
+        return msgspec.convert(content, kind)
     except RecursionError:
         raise ConfigError(f"{where}: got values that are nested too deeply, expected only a few levels") from None
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{where}: {explained(error, kind, tree)}") from None
+        raise ConfigError(f"{where}: {explained(error, kind, content)}") from None
 
 
-def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
+def explained(error: Exception, kind: Any, content: Any, within: str = "") -> str:
     """Rewrite an error of msgspec as "path: got X, expected Y".
 
     Args:
-        error: The error of converting ``tree`` to the struct ``kind``.
+        error: The error of converting ``content`` to the struct ``kind``.
         kind: The struct.
-        tree: The plain dictionaries and lists.
+        content: The plain dictionaries and lists.
         within: Path to put before the error's own.
     """
     text = str(error)
@@ -139,11 +139,11 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
     path, what = (_INDEX.sub(r".\1", at[1]), text[: at.start()]) if at else ("", text)
     if unknown := _UNKNOWN.fullmatch(what):
         struct = _type_at(kind, path, mapping=True)
-        known = [field.encode_name for field in _fields(struct)]
-        near = difflib.get_close_matches(unknown[1], known, 1)
+        keys = [field.encode_name for field in _fields(struct)]
+        near = difflib.get_close_matches(unknown[1], keys, 1)
         hint = getattr(struct, "hints", {}).get(unknown[1]) or (near and f"Did you mean '{near[0]}'?")
         meant = f". {hint}" if hint else ""
-        what = f"got the unknown key '{unknown[1]}', expected one of: {', '.join(known)}{meant}"
+        what = f"got the unknown key '{unknown[1]}', expected one of: {', '.join(keys)}{meant}"
     elif missing := _MISSING.fullmatch(what):
         what = f"got no key '{missing[1]}', which is required. Add the key"
     elif enum := _ENUM.fullmatch(what):
@@ -152,13 +152,13 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
             what += f". Write `{to_write}`"
     elif wrong := _KIND.fullmatch(what):
         of_key = " in `$" in text
-        value = _UNKNOWN_VALUE if of_key else _value_at(tree, _with_entry_name(path, kind, tree))
+        value = _UNKNOWN_VALUE if of_key else _value_at(content, _with_entry_name(path, kind, content))
         what = ("a key: " if of_key else "") + _wrong_kind(wrong, value, _EXAMPLES.get(path, ""))
         if wrong[1] == "object" and path and (to_write := _mapping_of(_type_at(kind, path, mapping=True), path, value)):
             what += f". Write `{to_write}`"
     else:
         what = what[:1].lower() + what[1:]
-    place = ".".join(filter(None, (within, path and _with_list_names(_with_entry_name(path, kind, tree), tree))))
+    place = ".".join(filter(None, (within, path and _with_list_names(_with_entry_name(path, kind, content), content))))
     return f"{place}: {what}" if place else what
 
 
@@ -172,27 +172,27 @@ _EXAMPLES = {
 """Example values for keys whose text is easily written as a number, by path."""
 
 
-def _wrong_kind(said: re.Match[str], value: Any, example: str) -> str:
+def _wrong_kind(match: re.Match[str], value: Any, example: str) -> str:
     """Return the text for a value of a wrong type, such as ``got '8k', expected a whole number``.
 
-    ``said``: match of msgspec's message, with the type expected, its bound, and the type of the value if it differs.
+    ``match``: match of msgspec's message, with the type expected, its bound, and the type of the value if it differs.
     """
-    expected = " or ".join(_WORDS.get(word, word) for word in said[1].split(" | "))
-    if value is _UNKNOWN_VALUE or (said[3] and isinstance(value, dict | list)):
-        got = f"got {_WORDS.get(said[3], said[3])}, " if said[3] else ""
+    expected = " or ".join(_WORDS.get(word, word) for word in match[1].split(" | "))
+    if value is _UNKNOWN_VALUE or (match[3] and isinstance(value, dict | list)):
+        got = f"got {_WORDS.get(match[3], match[3])}, " if match[3] else ""
     else:
         got = f"got {_IN_YAML[value] if value is None or isinstance(value, bool) else repr(value)[:80]}, "
     if example:
         return f"{got}expected text such as {example}"
-    quote = ". Put the value in quotes" if said[1] == "str" and said[3] in ("int", "float", "bool") else ""
-    return f"{got}expected {expected}{said[2]}{quote}"
+    quote = ". Put the value in quotes" if match[1] == "str" and match[3] in ("int", "float", "bool") else ""
+    return f"{got}expected {expected}{match[2]}{quote}"
 
 
 def _mapping_of(kind: Any, path: str, value: Any) -> str:
     """Return the line to write where a mapping of type ``kind`` was expected for ``value``; empty if none is likely."""
     key = path.rpartition(".")[2]
     if isinstance(value, list):
-        names = ", ".join(f"{each}: {{}}" for each in value if isinstance(each, str))
+        names = ", ".join(f"{name}: {{}}" for name in value if isinstance(name, str))
         return f"{key}: {{{names}}}" if names and get_origin(kind) is dict else ""
     if not isinstance(value, int | float | str) or isinstance(value, bool) or not hasattr(kind, "__struct_fields__"):
         return ""
@@ -204,34 +204,34 @@ def _mapping_of(kind: Any, path: str, value: Any) -> str:
     return f"{key}: {{{name}: {value}}}"
 
 
-def _value_at(tree: Any, path: str) -> Any:
-    """Return the value in ``tree`` at a ``path`` of names that dots separate; ``_UNKNOWN_VALUE`` if it has none.
+def _value_at(content: Any, path: str) -> Any:
+    """Return the value in ``content`` at a ``path`` of names that dots separate; ``_UNKNOWN_VALUE`` if it has none.
 
     A name that contains a dot is split, too, so its value is not known.
     """
     for name in filter(None, path.split(".")):
-        if isinstance(tree, list | tuple):
-            tree = dict(zip(map(str, range(len(tree))), tree, strict=True))
-        tree = tree.get(name, _UNKNOWN_VALUE) if isinstance(tree, dict) else _UNKNOWN_VALUE
-    return tree
+        if isinstance(content, list | tuple):
+            content = dict(zip(map(str, range(len(content))), content, strict=True))
+        content = content.get(name, _UNKNOWN_VALUE) if isinstance(content, dict) else _UNKNOWN_VALUE
+    return content
 
 
-def _with_list_names(path: str, tree: Any) -> str:
+def _with_list_names(path: str, content: Any) -> str:
     """Replace indices of lists in a path by the names of the entries, as in ``stages.long.rules``; else by ``[1]``."""
     shown = ""
     for name in path.split("."):
-        is_list = isinstance(tree, list | tuple)
-        tree = _value_at(tree, name)
-        named = tree.get("name") if is_list and isinstance(tree, dict) else None
+        is_list = isinstance(content, list | tuple)
+        content = _value_at(content, name)
+        named = content.get("name") if is_list and isinstance(content, dict) else None
         dot = "." if shown and (not is_list or isinstance(named, str)) else ""
         shown += dot + (named if isinstance(named, str) else f"[{name}]" if is_list else name)
     return shown
 
 
-def _with_entry_name(path: str, kind: Any, tree: Any) -> str:
+def _with_entry_name(path: str, kind: Any, content: Any) -> str:
     """Replace each ``[...]`` in a path of msgspec by the name of the wrong entry, as in ``streams.web.weight``."""
     field, dots, rest = path.partition("[...]")
-    entries = _value_at(tree, field)
+    entries = _value_at(content, field)
     if not dots or not isinstance(entries, dict):
         return path
     entry = get_args(_type_at(kind, field))[-1]
@@ -239,7 +239,7 @@ def _with_entry_name(path: str, kind: Any, tree: Any) -> str:
         try:
             msgspec.convert(value, entry)
         except (msgspec.ValidationError, ValueError):
-            return _with_entry_name(f"{field}.{key}{rest}", kind, tree)
+            return _with_entry_name(f"{field}.{key}{rest}", kind, content)
     return path
 
 
@@ -258,7 +258,7 @@ def _type_at(kind: Any, path: str, mapping: bool = False) -> Any:
             kind = next(field.type for field in _fields(kind) if field.encode_name == step)
         while get_origin(kind) in (Annotated, Union, UnionType):
             every = get_args(kind)
-            trees = (each for each in every if hasattr(each, "__struct_fields__"))
+            trees = (part for part in every if hasattr(part, "__struct_fields__"))
             kind = next(trees, every[0]) if left or mapping else every[0]
     return kind
 
@@ -300,7 +300,7 @@ def parse_amount(value: str | float, path: str) -> int:
     return int(amount)
 
 
-def overlaid(tree: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
-    """Return ``tree`` with the values of ``overlay`` in place of its own, key by key at every level."""
-    both = {key for key, value in overlay.items() if isinstance(value, dict) and isinstance(tree.get(key), dict)}
-    return tree | overlay | {key: overlaid(tree[key], overlay[key]) for key in both}
+def overlaid(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the values of ``overlay`` in place of its own, key by key at every level."""
+    both = {key for key, value in overlay.items() if isinstance(value, dict) and isinstance(base.get(key), dict)}
+    return base | overlay | {key: overlaid(base[key], overlay[key]) for key in both}

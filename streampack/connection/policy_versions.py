@@ -9,20 +9,20 @@ from streampack.core.model.bounded import MOST_VERSION
 from streampack.errors import UserError
 
 
-def checked_version(given: SupportsIndex, name: str) -> int:
+def checked_version(value: SupportsIndex, name: str) -> int:
     """Return a policy version as an int.
 
     Args:
-        given: The value that the program gave as ``name``.
+        value: The value that the program gave as ``name``.
         name: Name of the argument.
 
     Raises:
         UserError: The value is not an integer from 0 to 2**53.
     """
     try:
-        version = operator.index(given)
+        version = operator.index(value)
     except TypeError:
         version = -1
     if not 0 <= version <= MOST_VERSION:
-        raise UserError(f"got {name}={given!r}, expected an integer of at least 0 and at most 2**53")
+        raise UserError(f"got {name}={value!r}, expected an integer of at least 0 and at most 2**53")
     return version

@@ -436,8 +436,8 @@ class Broker:
 
     def _refuse_feed(self, peer: bytes, feed: str) -> list[Effect]:
         """Reject a client that asks for an unknown feed."""
-        known = ", ".join(map(repr, self.feeds))
-        return self._refuse(peer, "unknown_feed", f"got feed {feed!r}, expected one of: {known}")
+        feeds = ", ".join(map(repr, self.feeds))
+        return self._refuse(peer, "unknown_feed", f"got feed {feed!r}, expected one of: {feeds}")
 
     # Effects
 

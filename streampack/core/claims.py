@@ -64,9 +64,9 @@ class Claims:
         return None if feed is None else feed.steps.rank_of(message.part, message.parts)
 
 
-def _other_key(rights: Rights, known: bytes, peer: bytes) -> str:
-    """Return an error text if the peer with this name, ``known``, has another key than ``peer``; empty if not."""
-    if key_of(known) == key_of(peer):
+def _other_key(rights: Rights, key: bytes, peer: bytes) -> str:
+    """Return an error text if the peer with this name, ``key``, has another key than ``peer``; empty if not."""
+    if key_of(key) == key_of(peer):
         return ""
     return (
         f"key {rights.name!r}: got the name of a process that uses another key, expected a name that no other key uses"

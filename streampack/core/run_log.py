@@ -76,8 +76,8 @@ class RunLog:
         self._identity.epoch = max(self._identity.epoch, base.epoch + 1)
         for name, facts in base.feeds.items():
             self._feeds[name].recover_facts(facts, base.released.get(name, 0))
-        for stream, known in base.streams.items():
-            self._leases.records.learn(stream, known)
+        for stream, stream_facts in base.streams.items():
+            self._leases.records.learn(stream, stream_facts)
         for lsn, record in self._early:
             self._leases.records.recover(lsn, record)
         for feed in self._feeds.values() if self._early else ():

@@ -101,7 +101,7 @@ def fill_block_tables(tables: I32, bounds: I32, queries: I64, block_size: int, p
         rows = low < until  # runs that have such an interval
         _cover(by_any, block[rows], low[rows] // block_size, (until[rows] - 1) // block_size + 1, 1)
         _cover(by_all, block[rows], -(-low[rows] // block_size), until_all[rows] // block_size, count[rows])
-    by_any, by_all = (np.cumsum(each, axis=1)[:, :num_k] for each in (by_any, by_all))
+    by_any, by_all = (np.cumsum(table, axis=1)[:, :num_k] for table in (by_any, by_all))
     full = by_all == block_size  # a short last block is partial, as for create_block_mask
     partial = (by_any > 0) & ~full
     by_name: dict[str, NDArray[Any]] = {"documents": documents, "queries": queries}

@@ -132,7 +132,7 @@ def pack_media(
     for field in rules.media_fields:
         values = media.values[field.name]
         if field.is_reference:
-            references = [decode_reference(each) for each in values]
+            references = [decode_reference(value) for value in values]
             if fetcher is not None:
                 places = _places(part, item_sample, rules)
                 pending[field.name] = fetcher.begin(field.name, references, media.patches.tolist(), places)
@@ -157,7 +157,7 @@ def _boundaries(ends: I64, first: I64) -> Column:
     """Return int32 boundaries for each pack from 0, given ``ends`` of all packs, of which pack i has first[i] on."""
     spans = list(pairwise(first.tolist()))
     cut = [ends[begin : end + 1] - ends[begin] for begin, end in spans]
-    bounds = np.concatenate([[0], np.cumsum([len(each) for each in cut])])
+    bounds = np.concatenate([[0], np.cumsum([len(row) for row in cut])])
     return Column(np.concatenate(cut).astype(np.int32), bounds.tolist())
 
 

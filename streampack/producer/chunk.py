@@ -125,7 +125,7 @@ class Gathered:
         """Count the marked ``samples`` (bool [n]) of the n gathered samples under a warning."""
         if samples.any():
             first = int(samples.argmax())
-            begin, record = self.records[bisect_right(self.records, first, key=lambda each: each[0]) - 1]
+            begin, record = self.records[bisect_right(self.records, first, key=lambda entry: entry[0]) - 1]
             self._warn(word, int(samples.sum()), record, first - begin)
 
     def _warn(self, word: str, count: int, record: RawSample | Records, sample: int) -> None:

@@ -31,50 +31,50 @@ def media_of(
         declared: The run's fields of axis item and patch.
         tokens: The sample's token ids.
     """
-    given = [each for each in declared if fields.get(each.name) is not None]
+    present = [field for field in declared if fields.get(field.name) is not None]
     sizes = fields.get(PATCHES)
-    if len(given) < len(declared) and all(_is_empty(fields[each.name]) for each in given):
+    if len(present) < len(declared) and all(_is_empty(fields[field.name]) for field in present):
         if sizes is not None and len(sizes):
             return f"{declared[0].name}: missing"
         return _wrong_placeholder(declared, np.zeros(0, np.int64), tokens) or {}
-    if len(given) < len(declared):
-        return f"{next(each.name for each in declared if each not in given)}: missing"
+    if len(present) < len(declared):
+        return f"{next(field.name for field in declared if field not in present)}: missing"
     counts: NDArray[Any] | None = None if sizes is None else np.asarray(sizes, None if len(sizes) else np.int64)
     if counts is not None and (counts.ndim != 1 or counts.dtype.kind not in "ui" or (counts < 0).any()):
         return f"{PATCHES}: dtype"
     values: dict[str, Any] = {}
-    for each in declared:
-        value = fields[each.name]
-        if each.is_reference:
+    for field in declared:
+        value = fields[field.name]
+        if field.is_reference:
             try:
                 listed = [value] if isinstance(value, _ONE_REFERENCE) else value
-                values[each.name] = [reference_of(one).encode() for one in listed]
+                values[field.name] = [reference_of(one).encode() for one in listed]
             except (ValueError, TypeError):
-                return f"{each.name}: reference"
+                return f"{field.name}: reference"
             continue
-        if each.axis == "patch" and _is_by_item(value, each):
-            parts = [_array_of(part, each) for part in value]
+        if field.axis == "patch" and _is_by_item(value, field):
+            parts = [_array_of(part, field) for part in value]
             if any(part is None for part in parts):
-                return f"{each.name}: shape"
+                return f"{field.name}: shape"
             own = np.array([len(part) for part in parts if part is not None], np.int64)
             if counts is not None and not np.array_equal(own, counts):
-                return f"{each.name}: patches"
-            counts, value = own, np.concatenate([_array_of([], each), *parts])
-        array = _array_of(value, each)
+                return f"{field.name}: patches"
+            counts, value = own, np.concatenate([_array_of([], field), *parts])
+        array = _array_of(value, field)
         if array is None:
-            return f"{each.name}: shape"
-        stored = each.stored(array)
+            return f"{field.name}: shape"
+        stored = field.stored(array)
         if stored is None:
-            return f"{each.name}: dtype"
-        values[each.name] = stored
-    items = {len(values[each.name]) for each in declared if each.axis == "item"}
+            return f"{field.name}: dtype"
+        values[field.name] = stored
+    items = {len(values[field.name]) for field in declared if field.axis == "item"}
     if counts is None:
-        if any(each.axis == "patch" for each in declared):
+        if any(field.axis == "patch" for field in declared):
             return f"{PATCHES}: missing"
         counts = np.zeros(min(items), np.int64)
     if items - {len(counts)} or len(counts) > MAX_ITEMS or counts.sum() > MAX_PATCHES:
         return "media: items"
-    if any(len(values[each.name]) != counts.sum() for each in declared if each.axis == "patch"):
+    if any(len(values[field.name]) != counts.sum() for field in declared if field.axis == "patch"):
         return "media: patches"
     if wrong := _wrong_placeholder(declared, counts, tokens):
         return wrong
@@ -84,11 +84,11 @@ def media_of(
 
 def _wrong_placeholder(declared: Sequence[Field], patches: NDArray[Any], tokens: NDArray[Any]) -> str | None:
     """Return the reason why tokens do not stand for the items; None if they do. ``patches`` [items] of each item."""
-    for each in declared:
-        if (placeholder := each.placeholder) is not None:
+    for field in declared:
+        if (placeholder := field.placeholder) is not None:
             expected = int((-(-patches // placeholder.patches)).sum())
             if int(np.isin(tokens, placeholder.tokens).sum()) != expected:
-                return f"{each.name}: placeholders"
+                return f"{field.name}: placeholders"
     return None
 
 

@@ -119,8 +119,8 @@ class Producer:
         with self._given:
             lease = self._pushing.lease()
             check_declared(list(fields), lease)
-            given = as_mapping(sample) | fields
-            (chunk,) = chunks_of([given], lease, self._pushing.next_seq, policy_version)
+            values = as_mapping(sample) | fields
+            (chunk,) = chunks_of([values], lease, self._pushing.next_seq, policy_version)
             return self._pushing.push([chunk])
 
     def send_many(
@@ -151,10 +151,10 @@ class Producer:
             DataStall: The buffer had no room within ``timeout_s``.
         """
         with self._given:
-            first, given = self._pushing.next_seq, as_list(samples)
-            chunks = chunks_of(given, self._pushing.lease(), first, policy_version)
+            first, rows = self._pushing.next_seq, as_list(samples)
+            chunks = chunks_of(rows, self._pushing.lease(), first, policy_version)
             if keys is not None:
-                chunks = with_keys(chunks, list(keys), len(given), self.write if write is None else write)
+                chunks = with_keys(chunks, list(keys), len(rows), self.write if write is None else write)
             self._pushing.push(chunks)
             return range(first, first + sum(chunk.num_samples for chunk in chunks))
 
@@ -191,14 +191,14 @@ class Producer:
         """
         if keep not in ("pack", "step", None):
             raise UserError(f"got keep={keep!r}, expected 'pack', 'step' or None")
-        given = as_list(samples)
-        if not given:
+        rows = as_list(samples)
+        if not rows:
             raise UserError("got a group without samples, expected at least one sample")
         with self._given:
             first = self._pushing.next_seq
-            chunk, places = chunk_of_group(given, self._pushing.lease(), first, keep, policy_version, share)
+            chunk, places = chunk_of_group(rows, self._pushing.lease(), first, keep, policy_version, share)
             self._pushing.push([chunk])
-            return [first + place for place in places] if share else range(first, first + len(given))
+            return [first + place for place in places] if share else range(first, first + len(rows))
 
     @property
     def endpoint(self) -> str:
@@ -373,7 +373,7 @@ class Producer:
         listed: list[Any] = list(ids) if one is None else [one]  # type: ignore[arg-type]
         if not listed:
             return {}
-        sample_ids = [as_id(each) if _index(each) is None else self.sample_ids(each)[0] for each in listed]
+        sample_ids = [as_id(item) if _index(item) is None else self.sample_ids(item)[0] for item in listed]
         with self._given:
             if self._threads.amending is None:
                 self._pushing.lease()  # raises if the producer is closed or has failed
@@ -497,19 +497,19 @@ class _Threads:
             self.amending.close()
 
 
-def _index(given: Any) -> int | None:
+def _index(value: Any) -> int | None:
     """Return a sequence number as an int; None for any other value."""
     try:
-        return operator.index(given)
+        return operator.index(value)
     except TypeError:
         return None
 
 
-def _seqs_of(given: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
+def _seqs_of(value: SupportsIndex | Iterable[SupportsIndex]) -> list[int]:
     """Return one or several sequence numbers as ints. Raises UserError for other values."""
-    one = _index(given)
-    seqs = [_index(each) for each in given] if one is None and isinstance(given, Iterable) else [one]
+    one = _index(value)
+    seqs = [_index(item) for item in value] if one is None and isinstance(value, Iterable) else [one]
     numbers = [seq for seq in seqs if seq is not None and 0 <= seq < 2**62]
     if len(numbers) != len(seqs):
-        raise UserError(f"got the sequence numbers {given!r:.80}, expected whole numbers of at least 0, from send")
+        raise UserError(f"got the sequence numbers {value!r:.80}, expected whole numbers of at least 0, from send")
     return numbers

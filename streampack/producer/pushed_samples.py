@@ -197,7 +197,7 @@ def plain(value: Any) -> Any:
     """Return a torch tensor as a numpy array, bfloat16 as float32; also in a list. Return anything else unchanged."""
     if not hasattr(value, "detach"):
         return (
-            [plain(each) for each in value]
+            [plain(item) for item in value]
             if isinstance(value, list) and value and hasattr(value[0], "detach")
             else value
         )

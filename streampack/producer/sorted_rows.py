@@ -29,7 +29,7 @@ def sorted_advice(places: Places) -> str:
     """Return a sentence about data that is sorted and hardly mixed, with what to write; empty if there is none."""
     if places.together > PLACES // 2 or places.together >= places.total or len(places.samples) < 2:
         return ""
-    good = [[each for each in rows if each.reason is None] for rows in places.samples]
+    good = [[row for row in rows if row.reason is None] for rows in places.samples]
     if any(len(rows) < ROWS for rows in good):
         return ""
     by = next((f"one {key!r} each" for key in KINDS if _is_sorted_by(good, f"kind_{key}")), "")
@@ -45,7 +45,7 @@ def sorted_advice(places: Places) -> str:
 def _is_sorted_by(places: Sequence[Sequence[RawSample]], name: str) -> bool:
     """Return whether each place has one value of a field, and places differ."""
     values = [{repr(row.fields.get(name)) for row in rows} for rows in places]
-    return all(len(each) == 1 for each in values) and len(set.union(*values)) > 1
+    return all(len(group) == 1 for group in values) and len(set.union(*values)) > 1
 
 
 def _has_lengths_apart(places: Sequence[Sequence[RawSample]]) -> bool:

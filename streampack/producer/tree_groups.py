@@ -62,7 +62,7 @@ def tree_of(batch: TokenChunk, lease: Lease) -> Tree:
 
 def _keys(batch: TokenChunk, lease: Lease) -> NDArray[Any]:
     """Return the values by which tokens are the same, [tokens] or [tokens, bytes]."""
-    read = [batch.fields[each.name] for each in lease.fields if each.axis == "token" and each.align == "token"]
+    read = [batch.fields[field.name] for field in lease.fields if field.axis == "token" and field.align == "token"]
     if not read:
         return batch.tokens
     count = len(batch.tokens)
@@ -74,7 +74,7 @@ def _in_order(batch: TokenChunk, order: I64, bounds: I64, lease: Lease) -> Token
     lengths = np.diff(bounds)[order]
     starts = np.cumsum(lengths) - lengths
     at = np.arange(bounds[-1]) + np.repeat(bounds[:-1][order] - starts, lengths)
-    fields = {each.name: batch.fields[each.name][order if each.axis == "sample" else at] for each in lease.fields}
+    fields = {field.name: batch.fields[field.name][order if field.axis == "sample" else at] for field in lease.fields}
     loss = None if batch.loss_tokens is None else batch.loss_tokens[order]
     columns = {name: values[order] for name, values in batch.columns.items()}
     return replace(

@@ -126,12 +126,12 @@ def fitting(lengths: NDArray[np.int64], tokens: int) -> int:
     return max(1, int(np.searchsorted(np.cumsum(lengths), tokens, "right")))
 
 
-def one_sample(got: Sample | str, by_sample: Collection[str]) -> RawSamples:
+def one_sample(sample: Sample | str, by_sample: Collection[str]) -> RawSamples:
     """Return one sample, or the reason of a rejected one, as RawSamples of length 1."""
-    if isinstance(got, str):
-        return RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: got})
-    fields = {name: value[np.newaxis] if name in by_sample else value for name, value in got.fields.items()}
-    return RawSamples(got.tokens, np.array([len(got.tokens)]), fields=fields, warnings=got.warnings)
+    if isinstance(sample, str):
+        return RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: sample})
+    fields = {name: value[np.newaxis] if name in by_sample else value for name, value in sample.fields.items()}
+    return RawSamples(sample.tokens, np.array([len(sample.tokens)]), fields=fields, warnings=sample.warnings)
 
 
 def as_samples(

@@ -64,11 +64,11 @@ class RawSample(NamedTuple):
     warnings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, got: Sample | str, where: str, cursor: Cursor) -> "RawSample":
-        """Return the sample ``got``, or a rejected sample for the reason ``got``."""
-        if isinstance(got, str):
-            return cls(NO_TOKENS, str(got), where, cursor, why=why_of(got))
-        return cls(got.tokens, None, where, cursor, got.fields, warnings=got.warnings)
+    def of(cls, sample: Sample | str, where: str, cursor: Cursor) -> "RawSample":
+        """Return the sample ``sample``, or a rejected sample for the reason ``sample``."""
+        if isinstance(sample, str):
+            return cls(NO_TOKENS, str(sample), where, cursor, why=why_of(sample))
+        return cls(sample.tokens, None, where, cursor, sample.fields, warnings=sample.warnings)
 
     @property
     def place(self) -> str:

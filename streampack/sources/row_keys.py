@@ -164,7 +164,7 @@ def _array(value: object) -> NDArray[Any] | str | None:
         return "dtype"
     if array.dtype.kind in "biuf":
         return array if array.ndim else None
-    return "dtype" if any(isinstance(each, int | float) for each in array.flat) else None
+    return "dtype" if any(isinstance(value, int | float) for value in array.flat) else None
 
 
 def _zero_or_one(array: NDArray[Any]) -> NDArray[np.bool_] | str:
@@ -221,6 +221,6 @@ def _in_order(positions: NDArray[Any], num_tokens: int, kept: slice | None) -> s
     if not axes:
         return "length"
     rows = [np.moveaxis(positions, axis, -1)[..., kept or slice(None)] for axis in axes]
-    if any((each == np.arange(each.shape[-1])).all() for each in rows):
+    if any((row == np.arange(row.shape[-1])).all() for row in rows):
         return ""
     return "packed" if (rows[0][..., 1:] == 0).any() else "unread"

@@ -23,42 +23,42 @@ _ROWS_OF_DICT = (
 )
 
 
-def refuse_tables(given: Any) -> None:
+def refuse_tables(value: Any) -> None:
     """Raise UserError for a table, a column of pandas or the splits of a dataset, where rows are expected."""
-    classes = {base.__name__ for base in type(given).__mro__}
-    kind = type(given).__name__
+    classes = {base.__name__ for base in type(value).__mro__}
+    kind = type(value).__name__
     if classes & {"DatasetDict", "IterableDatasetDict"}:
         raise UserError(
-            f"got a {kind} with the splits {', '.join(map(str, given))}, expected one split. Pass one, such as "
-            f"dataset[{next(iter(given), 'train')!r}]"
+            f"got a {kind} with the splits {', '.join(map(str, value))}, expected one split. Pass one, such as "
+            f"dataset[{next(iter(value), 'train')!r}]"
         )
-    if hasattr(given, "iloc"):
-        advice = "df.to_dict('records')" if hasattr(given, "columns") else "series.tolist()"
-    elif hasattr(given, "to_dicts"):
+    if hasattr(value, "iloc"):
+        advice = "df.to_dict('records')" if hasattr(value, "columns") else "series.tolist()"
+    elif hasattr(value, "to_dicts"):
         advice = "df.to_dicts()"
-    elif type(given).__module__.split(".")[0] == "pyarrow":
+    elif type(value).__module__.split(".")[0] == "pyarrow":
         advice = "table.to_pylist()"
     else:
         return
     raise UserError(f"got a {kind}, expected rows: a list, a dataset or another iterable. Pass {advice}")
 
 
-def refuse_columns(given: Mapping[Any, Any]) -> None:
+def refuse_columns(columns: Mapping[Any, Any]) -> None:
     """Raise UserError for a dict where rows are expected."""
-    refuse_tables(given)
-    shown = ", ".join(map(str, given))[:200]
+    refuse_tables(columns)
+    shown = ", ".join(map(str, columns))[:200]
     raise UserError(f"got a dict with the keys {shown}, expected rows. {_ROWS_OF_DICT}")
 
 
-def refuse_columns_as_streams(given: Mapping[Any, Any], is_files: Callable[[Any], bool]) -> None:
+def refuse_columns_as_streams(columns: Mapping[Any, Any], is_files: Callable[[Any], bool]) -> None:
     """Raise UserError for a dict of columns where a dict of streams is expected.
 
     A column has a usual name and is in memory. A single column of texts or ids has the same samples as a stream.
     ``is_files``: predicate on a value that names files.
     """
-    refuse_tables(given)
-    names = [str(name) for name, value in given.items() if name in _OF_TABLES and _is_column(value, is_files)]
-    if names and not (len(given) == 1 and names[0] in _ALONE):
+    refuse_tables(columns)
+    names = [str(name) for name, value in columns.items() if name in _OF_TABLES and _is_column(value, is_files)]
+    if names and not (len(columns) == 1 and names[0] in _ALONE):
         raise UserError(
             f"got a dict of columns ({', '.join(names)}), which would become a stream each, expected rows or streams. "
             f"{_ROWS_OF_DICT}. For streams with these names, pass {{{names[0]!r}: {{'source': rows}}, ...}}"

@@ -281,7 +281,7 @@ class ShardedSource:
                     order, wanted = GroupOrder(taken, [(len(taken), [])]), _options(_ONE, fields)
                     samples.append(list(_one_by_one(_read(shard, order, Cursor(0, 0, 0), Cursor(0, 1, 0), wanted))))
         total = round(sum(counts) / max(len(counts), 1) * self.num_shards)
-        return Places([each for each in samples if each], max(1, int(together)), total)
+        return Places([place for place in samples if place], max(1, int(together)), total)
 
     def _in_file_order(self, open_shard: OpenShard) -> Iterator[RawSample]:
         """Yield the samples of all shards, unshuffled, one by one."""
@@ -369,7 +369,7 @@ class ShardedSource:
                 for group in walk.groups(pass_):
                     counts = [self.shard_samples[number] for number in group]
                     starts = accumulate(counts, initial=0)
-                    own = [start + row for start, each in zip(starts, group, strict=False) for row in rows[each]]
+                    own = [start + row for start, block in zip(starts, group, strict=False) for row in rows[block]]
                     if own:
                         with self._open_group(group, self._reader(fields)) as shards:
                             order = walk.order(group, shards, pass_).samples
@@ -523,7 +523,7 @@ class _ReadOptions(NamedTuple):
 
 def _options(room: Room, fields: Sequence[Field]) -> _ReadOptions:
     """Return the options of reading samples with these ``fields``."""
-    return _ReadOptions(room, frozenset(each.name for each in fields if each.axis == "sample"))
+    return _ReadOptions(room, frozenset(field.name for field in fields if field.axis == "sample"))
 
 
 def _read(
@@ -558,8 +558,10 @@ def _read_each(
     (pass_, place, first), count = at, len(order)
     for begin in range(first, count, _AT_ONCE):
         numbers = order[begin : begin + _AT_ONCE]
-        each = shard.apart(numbers) if isinstance(shard, Joined) else ((shard, number) for number in numbers.tolist())
-        for done, (one, sample) in enumerate(each, begin + 1):
+        located = (
+            shard.apart(numbers) if isinstance(shard, Joined) else ((shard, number) for number in numbers.tolist())
+        )
+        for done, (one, sample) in enumerate(located, begin + 1):
             place_of = one.where
             try:
                 got = one.load(sample)

@@ -81,7 +81,9 @@ class _Chat:
         self._template, self._messages, self._tools, self._variables = template, messages, tools, variables
         self._ends = ends
         self._raw = [message.raw for message in messages]
-        self._first = next((at for at, each in enumerate(messages) if each.role not in _INSTRUCTIONS), len(messages))
+        self._first = next(
+            (at for at, message in enumerate(messages) if message.role not in _INSTRUCTIONS), len(messages)
+        )
         self._latest = _latest(messages)
         self.text = template.render(self._raw, tools, variables)
         pieces = self._pieces(self._raw)
@@ -178,18 +180,18 @@ class _Chat:
     def _begin(self, number: int, text: str) -> int:
         """Return where the learned part of an answer's ``text`` begins: after the prompt."""
         prompt, header = self._prompt(number), self._template.header
-        for known in filter(None, (prompt, header)):
-            if text.startswith(known):
-                return len(known)
+        for prefix in filter(None, (prompt, header)):
+            if text.startswith(prefix):
+                return len(prefix)
         if prompt == "" and header:  # nothing is added to ask for this answer
             return 0
         named = "".join(piece.text for piece in self._named_own.get(number, []))
         place = _NAMED.search(named)
         lead = _common_prefix(text, named[: place.start()] if place else text)
-        for known in filter(None, (prompt, header)):  # other white space, or a BOS, may precede it here
-            at = text.find(known.strip(), 0, lead) if known.strip() else -1
+        for prefix in filter(None, (prompt, header)):  # other white space, or a BOS, may precede it here
+            at = text.find(prefix.strip(), 0, lead) if prefix.strip() else -1
             if at >= 0:
-                return at + _common_prefix(text[at:], known.lstrip())
+                return at + _common_prefix(text[at:], prefix.lstrip())
         common = max(_common_prefix(text, prompt or ""), _common_prefix(text, header))
         if text[:common].strip() or not place:
             return min(common, lead)

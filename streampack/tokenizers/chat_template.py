@@ -57,11 +57,11 @@ class ChatTemplate:
         if today is not None:
             environment.globals["strftime_now"] = lambda form: today.strftime(form)
         try:
-            tree = environment.parse(source)
-            self.reads = frozenset(meta.find_undeclared_variables(tree))
-            self.searched = frozenset(_searched(tree))
-            _mark_loops(tree, environment)
-            self._template = environment.from_string(tree)
+            template = environment.parse(source)
+            self.reads = frozenset(meta.find_undeclared_variables(template))
+            self.searched = frozenset(_searched(template))
+            _mark_loops(template, environment)
+            self._template = environment.from_string(template)
         except TemplateSyntaxError as error:
             raise ConfigError(
                 f"tokenizer chat_template: line {error.lineno} of the template is not valid Jinja ({error}). Correct "
@@ -69,7 +69,7 @@ class ChatTemplate:
             ) from error
         self._variables = dict(variables)
         self.eos_token = str(variables.get("eos_token") or "")
-        self.has_generation = any(name.name == "mark_generation" for name in tree.find_all(nodes.Name))
+        self.has_generation = any(name.name == "mark_generation" for name in template.find_all(nodes.Name))
         self._content: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is
         self._content = self._find_content()
         self.header = self._find_header()
@@ -90,9 +90,9 @@ class ChatTemplate:
         """
         messages = [self._content(message) for message in messages]
         self._marks = _Marks(messages) if mark else None
-        known = {**self._variables, "documents": None, **(variables or {})}
+        names = {**self._variables, "documents": None, **(variables or {})}
         try:
-            return self._template.render(**known, messages=messages, tools=tools, add_generation_prompt=prompt)
+            return self._template.render(**names, messages=messages, tools=tools, add_generation_prompt=prompt)
         except TemplateError:
             raise
         except UndefinedError as error:
@@ -184,17 +184,17 @@ class _Generation(Extension):
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
 
-def _mark_loops(tree: nodes.Template, environment: Environment) -> None:
+def _mark_loops(template: nodes.Template, environment: Environment) -> None:
     """Make each loop that writes text write ``mark_enter``, ``mark_assign`` and ``mark_leave``, too: see ``_Marks``."""
     writing = (nodes.Output, nodes.CallBlock, nodes.FilterBlock)
-    for loop in [loop for loop in tree.find_all(nodes.For) if any(loop.find_all(writing))]:
+    for loop in [loop for loop in template.find_all(nodes.For) if any(loop.find_all(writing))]:
         name = loop.target.name if isinstance(loop.target, nodes.Name) else _NO_MESSAGE
         items = [_mark_of("item", values, loop, name) for values in _indexed(loop, name)]
         marks = [_mark_of("enter", name, loop), *items]
         _mark_block(loop.body)
         loop.body[:0] = marks
         loop.body.append(_mark_of("leave", _NO_MESSAGE, loop))
-    tree.set_environment(environment)
+    template.set_environment(environment)
 
 
 def _indexed(loop: nodes.For, number: str) -> list[str]:
@@ -219,17 +219,17 @@ def _mark_block(body: list[nodes.Node]) -> None:
 
 def _mark_of(kind: str, name: str, at: nodes.Node, *arguments: str) -> nodes.Node:
     """Return a node that writes a mark for a variable. It is a filter, because a row's variables cannot replace it."""
-    value, *others = (nodes.Name(each, "load") for each in (name, *arguments))
+    value, *others = (nodes.Name(word, "load") for word in (name, *arguments))
     return nodes.Output([nodes.Filter(value, f"mark_{kind}", others, [], None, None)]).set_lineno(at.lineno)
 
 
-def _searched(tree: nodes.Template) -> Iterator[str]:
+def _searched(template: nodes.Template) -> Iterator[str]:
     """Yield texts that a template looks for: X in ``X in value``, ``value.split(X)`` and ``value | replace(X, Y)``."""
-    for compare in tree.find_all(nodes.Compare):
+    for compare in template.find_all(nodes.Compare):
         if any(operand.op.endswith("in") for operand in compare.ops) and isinstance(compare.expr, nodes.Const):
             yield str(compare.expr.value)
-    calls = [call.args for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)]
-    filters = [node.args for node in tree.find_all(nodes.Filter)]
+    calls = [call.args for call in template.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)]
+    filters = [node.args for node in template.find_all(nodes.Filter)]
     for values in (*calls, *filters):
         yield from (str(value.value) for value in values if isinstance(value, nodes.Const))
 

@@ -35,20 +35,20 @@ class FolderFiles:
         keys = [key for key in sorted(self._config) if re.fullmatch("[a-z_]+_token", key)]
         return {key: token for key in keys if (token := self.token(key)) is not None}
 
-    def templates(self, given: str | None) -> dict[str, str]:
+    def templates(self, text: str | None) -> dict[str, str]:
         """Return the texts of the chat templates by name, ``default`` and perhaps ``tool_use``; {} without any.
 
-        ``given``: path or text of a template that replaces those of the folder.
+        ``text``: path or text of a template that replaces those of the folder.
         """
-        if given is not None:
-            return {"default": given if "{" in given or "\n" in given else read_text(Path(given).expanduser())}
+        if text is not None:
+            return {"default": text if "{" in text or "\n" in text else read_text(Path(text).expanduser())}
         if (self._folder / "chat_template.jinja").is_file():
             more = sorted((self._folder / "additional_chat_templates").glob("*.jinja"))
             default = self._folder / "chat_template.jinja"
             return {"default": read_text(default)} | {path.stem: read_text(path) for path in more}
         template = self._config.get("chat_template")
         if isinstance(template, list):
-            return {each["name"]: each["template"] for each in template}
+            return {entry["name"]: entry["template"] for entry in template}
         return {"default": template} if isinstance(template, str) else {}
 
 

@@ -190,10 +190,10 @@ class FileTokenizer(PairEncoder):
             if wrong := wrong_variables({name: None}):
                 raise ConfigError(f"tokenizer.{wrong}")
             if name not in reads:
-                known = ", ".join(sorted(reads - {"messages", "tools", "add_generation_prompt"})) or "none"
+                names = ", ".join(sorted(reads - {"messages", "tools", "add_generation_prompt"})) or "none"
                 raise ConfigError(
                     f"tokenizer.chat_template_kwargs: got {name}, but the chat template reads no such variable. It "
-                    f"reads: {known}. Correct or remove the name"
+                    f"reads: {names}. Correct or remove the name"
                 )
 
     def _encode_rendered(self, rendered: Rendered) -> Encoded | str:
@@ -293,17 +293,17 @@ class FileTokenizer(PairEncoder):
 
     def _token_id(self, key: str, token: str | None) -> int:
         """Return the id of a token; ``key`` is its setting. Raises ConfigError if it is not in the vocabulary."""
-        known = ", ".join(sorted(self._special)[:8]) or "none"
+        names = ", ".join(sorted(self._special)[:8]) or "none"
         if token is None:
             raise ConfigError(
                 f"tokenizer {self.name}: found no {key} in the tokenizer's folder, expected a token. Set "
-                f"tokenizer.{key} (special tokens: {known}), or set `append_eos: false`"
+                f"tokenizer.{key} (special tokens: {names}), or set `append_eos: false`"
             )
         number = self._plain.token_to_id(token)
         if number is None:
             raise ConfigError(
                 f"tokenizer {self.name}: got {key} {token!r}, expected a token of the vocabulary (special tokens: "
-                f"{known})"
+                f"{names})"
             )
         return int(number)
 

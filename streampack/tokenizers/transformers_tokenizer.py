@@ -12,41 +12,41 @@ from streampack.tokenizers.callable_tokenizer import CallableTokenizer
 from streampack.tokenizers.token_ids import Encoded, Tokens, digest_of_words
 
 
-def from_transformers(given: Any) -> Tokenizer:
+def from_transformers(source: Any) -> Tokenizer:
     """Return the tokenizer for an object of transformers, such as AutoTokenizer returns.
 
     A fast tokenizer is saved to a temporary folder, and read as the tokenizer of that folder. So the object gives the
     same ids as its folder. Raises ConfigError if it cannot be read back, or is a processor.
     """
-    if not hasattr(given, "encode"):
-        kind = type(given).__qualname__
+    if not hasattr(source, "encode"):
+        kind = type(source).__qualname__
         raise ConfigError(f"tokenizer: got a {kind}, expected a tokenizer. Pass its attribute tokenizer")
-    if not getattr(given, "is_fast", False):
-        return _SlowTokenizer(given)
+    if not getattr(source, "is_fast", False):
+        return _SlowTokenizer(source)
     from streampack.tokenizers.tokenizer_json import FileTokenizer  # needs an optional package
 
     with tempfile.TemporaryDirectory(prefix="streampack-") as folder:
-        given.save_pretrained(folder)
-        tokenizer = FileTokenizer(TokenizerSettings(file=folder, append_eos=given.eos_token is not None))
-    tokenizer.name = type(given).__qualname__
+        source.save_pretrained(folder)
+        tokenizer = FileTokenizer(TokenizerSettings(file=folder, append_eos=source.eos_token is not None))
+    tokenizer.name = type(source).__qualname__
     return tokenizer
 
 
 class _SlowTokenizer(CallableTokenizer):
     """A tokenizer of transformers that is written in Python: its ``encode`` gives the ids of texts, without chats."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         def encode(text: str) -> list[int]:
             """Return the ids of a text, which end with the end-of-text token if the tokenizer has one."""
-            ids: list[int] = given.encode(text)
-            eos = given.eos_token_id
+            ids: list[int] = tokenizer.encode(text)
+            eos = tokenizer.eos_token_id
             return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
-        encode.vocab_size = len(given)  # type: ignore[attr-defined]
-        encode.digest = digest_of_words(str(given.eos_token_id))  # type: ignore[attr-defined]
-        super().__init__(type(given).__qualname__, encode)
-        self._given = given
-        self.has_chat_template = given.chat_template is not None
+        encode.vocab_size = len(tokenizer)  # type: ignore[attr-defined]
+        encode.digest = digest_of_words(str(tokenizer.eos_token_id))  # type: ignore[attr-defined]
+        super().__init__(type(tokenizer).__qualname__, encode)
+        self._given = tokenizer
+        self.has_chat_template = tokenizer.chat_template is not None
 
     def encode_chat(
         self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None

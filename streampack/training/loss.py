@@ -215,14 +215,14 @@ def _one_number(loss: torch.Tensor) -> torch.Tensor:
     return loss.reshape(())
 
 
-def _by_token(outputs: torch.Tensor, pack: Pack | View, held: int) -> torch.Tensor:
-    """Return ``outputs`` as [``held``, ...], one row per token. Raises UserError for another length."""
+def _by_token(outputs: torch.Tensor, pack: Pack | View, num_rows: int) -> torch.Tensor:
+    """Return ``outputs`` as [``num_rows``, ...], one row per token. Raises UserError for another length."""
     shape, shown = outputs.shape, getattr(getattr(pack, "labels", None), "shape", ())
     rowed = len(shown) == 2 and shape[:2] == shown  # with one token, the other test is ambiguous
-    if rowed or (shape[:1] != (held,) and len(shape) > 1 and prod(shape[:2]) == held):
+    if rowed or (shape[:1] != (num_rows,) and len(shape) > 1 and prod(shape[:2]) == num_rows):
         return outputs.flatten(0, 1)
-    if shape[:1] != (held,):
-        raise UserError(f"got outputs of shape {list(shape)}, expected shape [{held}, ...] or [1, {held}, ...]")
+    if shape[:1] != (num_rows,):
+        raise UserError(f"got outputs of shape {list(shape)}, expected shape [{num_rows}, ...] or [1, {num_rows}, ...]")
     return outputs
 
 

@@ -40,7 +40,7 @@ def split_endpoints(text: str) -> list[str]:
     >>> split_endpoints("tcp://node0:7402,tcp://node1:7402")
     ['tcp://node0:7402', 'tcp://node1:7402']
     """
-    endpoints = [each.strip() for each in text.split(",")]
+    endpoints = [part.strip() for part in text.split(",")]
     if len(endpoints) == 1:
         check_endpoint(text, connects=True)
         return [text]
@@ -72,9 +72,9 @@ def check_endpoint(endpoint: str, *, connects: bool = False) -> None:
     kind, _, rest = endpoint.partition("://")
     if kind == "tcp":
         host, _, port = rest.rpartition(":")
-        known = port.isascii() and port.isdigit() and int(port) < 65536
-        if host and host.isprintable() and " " not in host and (known or port == "*"):
-            if connects and (host == "*" or not known or int(port) == 0):
+        is_port = port.isascii() and port.isdigit() and int(port) < 65536
+        if host and host.isprintable() and " " not in host and (is_port or port == "*"):
+            if connects and (host == "*" or not is_port or int(port) == 0):
                 raise UserError(
                     f"got endpoint {endpoint!r} to connect to, expected a host and the port that the broker listens "
                     f"on. Take the address from its log or rendezvous file"
@@ -101,8 +101,8 @@ class Addresses:
         settled: The last address with a connection; the first address before any.
     """
 
-    def __init__(self, given: Sequence[str], now: float) -> None:
-        self.given = tuple(given)
+    def __init__(self, endpoints: Sequence[str], now: float) -> None:
+        self.given = tuple(endpoints)
         self.current = self.settled = self.given[0]
         self._connected = self._accepted = self._leave = self._moved = False
         self._since = self._heard_at = self._came_at = now

@@ -186,19 +186,19 @@ class Link:
 
     # Receiving
 
-    def incoming(self, head: memoryview, frames: list[Any], known: Known) -> tuple[list[Any] | None, bytes | None]:
+    def incoming(self, head: memoryview, frames: list[Any], peer: Known) -> tuple[list[Any] | None, bytes | None]:
         """Handle a received message about shared memory: its first frame ``head``, and the ``frames`` after it.
 
         Returns the frames of the enclosed message, or None, and the answer to send, or None. A message that cannot be
-        read is lost. ``known`` are all mappings by token.
+        read is lost. ``peer`` are all mappings by token.
         """
         try:
-            return self._incoming(bytes(head[len(MAGIC) : len(MAGIC) + 1]), head[len(MAGIC) + 1 :], frames, known)
+            return self._incoming(bytes(head[len(MAGIC) : len(MAGIC) + 1]), head[len(MAGIC) + 1 :], frames, peer)
         except (struct.error, ValueError):
             return None, None
 
     def _incoming(
-        self, kind: bytes, body: memoryview, frames: list[Any], known: Known
+        self, kind: bytes, body: memoryview, frames: list[Any], peer: Known
     ) -> tuple[list[Any] | None, bytes | None]:
         """Handle a message of type ``kind``, as ``incoming`` does. Raises struct.error or ValueError."""
         slots = self._present_slots()
@@ -213,10 +213,10 @@ class Link:
         elif kind in (b"R", b"H"):
             name = Name(*_NAME.unpack_from(body))
             (number,) = _NUMBER.unpack_from(body, _NAME.size)
-            self.mapping = known.get(name.token)
+            self.mapping = peer.get(name.token)
             if self.mapping is None:
                 try:
-                    self.mapping = known[name.token] = Mapping(name)
+                    self.mapping = peer[name.token] = Mapping(name)
                 except (OSError, ValueError):
                     return None, _cannot_read(name.token)
             if number <= self.mapping.number:

@@ -110,8 +110,8 @@ class Connection:
 
     def look(self, now: float) -> None:
         """Measure the unread bytes of the connection; ``now`` is in seconds, monotonic."""
-        known = self.taken + HANDSHAKE_BYTES + COMMANDS_A_SECOND * int(now - self._since)
-        self.unread = max(bytes_read(self.fd) - known, 0)
+        allowance = self.taken + HANDSHAKE_BYTES + COMMANDS_A_SECOND * int(now - self._since)
+        self.unread = max(bytes_read(self.fd) - allowance, 0)
 
     @property
     def unsent(self) -> int:
@@ -315,7 +315,7 @@ class Unread:
 
     def _measure_unsent(self, key: bytes) -> int:
         """Return the bytes that wait to be sent to the connections of a key, and remember them."""
-        self._unsent[key] = sum(each.unsent for each in self._by_peer.values() if each.peer.startswith(key))
+        self._unsent[key] = sum(conn.unsent for conn in self._by_peer.values() if conn.peer.startswith(key))
         return self._unsent[key]
 
     def note_damaged(self, peer: bytes) -> None:
@@ -366,9 +366,9 @@ class Unread:
 
         A peer of another key that has sent nothing connects again by itself.
         """
-        for each in list(self._by_fd.values()):
-            if not each.peer or each.peer.startswith(key):
-                self._cut(each, "its key was revoked" if each.peer else "it had sent nothing when a key was revoked")
+        for conn in list(self._by_fd.values()):
+            if not conn.peer or conn.peer.startswith(key):
+                self._cut(conn, "its key was revoked" if conn.peer else "it had sent nothing when a key was revoked")
 
     def take_cuts(self) -> list[CutConnection]:
         """Return the connections cut since the last call."""
@@ -379,9 +379,9 @@ class Unread:
         """Cut the oldest connections of strangers beyond their number, so that others find a free descriptor."""
         if len(self._by_fd) <= self._most_strangers:
             return
-        strangers = [each for each in self._by_fd.values() if each.is_stranger and not each.is_cut]
+        strangers = [conn for conn in self._by_fd.values() if conn.is_stranger and not conn.is_cut]
         surplus = strangers[: max(len(strangers) - self._most_strangers, 0)]
-        addresses = [address for each in surplus if (address := each.cut())]
+        addresses = [address for conn in surplus if (address := conn.cut())]
         if addresses:
             why = (
                 f"it and {len(addresses) - 1} others had sent no message, and more than {self._most_strangers} such "
@@ -408,23 +408,23 @@ class Unread:
 
     def _sweep(self, now: float, resident: int) -> None:
         """Measure all connections, and cut those that are over a limit; ``resident``: memory of the process, bytes."""
-        for each in self._by_fd.values():
-            each.look(now)
+        for conn in self._by_fd.values():
+            conn.look(now)
         by_size = self._by_size()
-        of_all = sum(each.unread for each in by_size)
-        of_strangers = sum(each.unread for each in by_size if each.is_stranger)
-        for each in by_size:
-            if each.is_stranger and of_strangers > self._strangers:
-                self._cut(each, f"the peer sent {each.unread} bytes, but no message that could be decoded")
+        of_all = sum(conn.unread for conn in by_size)
+        of_strangers = sum(conn.unread for conn in by_size if conn.is_stranger)
+        for conn in by_size:
+            if conn.is_stranger and of_strangers > self._strangers:
+                self._cut(conn, f"the peer sent {conn.unread} bytes, but no message that could be decoded")
             elif of_all > self._limit:
-                self._cut(each, f"{each.unread} unread bytes from the peer are more than any peer may send ahead")
+                self._cut(conn, f"{conn.unread} unread bytes from the peer are more than any peer may send ahead")
             else:
                 continue
-            of_strangers -= each.unread if each.is_stranger else 0
-            of_all -= each.unread
+            of_strangers -= conn.unread if conn.is_stranger else 0
+            of_all -= conn.unread
         undrained = self._undrained_looks > UNDRAINED_LOOKS and now > self._undrained_since + UNDRAINED_S
         if undrained or self._overflowed:
-            self._cut_fastest([each for each in by_size if not each.is_cut])
+            self._cut_fastest([conn for conn in by_size if not conn.is_cut])
         beside, room = resident - self._known_bytes(), of_all + self._slack
         if not self._floor or (self._swept_empty and of_all < LEAST_BLAMED):
             self._floor = beside
@@ -441,25 +441,25 @@ class Unread:
     def _cut_fastest(self, connections: list[Connection]) -> None:
         """Cut the connections of the key that has most unread beyond its credit, if this is more than it may send."""
         unread = Counter[bytes]()
-        for each in connections:
-            unread[self._key_of(each.peer)] += each.unread
+        for conn in connections:
+            unread[self._key_of(conn.peer)] += conn.unread
         beyond = {key: size - self._credit(key) for key, size in unread.items() if size > AHEAD_BYTES}
-        key = max(beyond, key=lambda each: beyond[each], default=b"")
+        key = max(beyond, key=lambda key: beyond[key], default=b"")
         if beyond.get(key, 0) <= AHEAD_BYTES:
             return
-        for each in connections:
-            if each.unread >= LEAST_BLAMED and self._key_of(each.peer) == key:
+        for conn in connections:
+            if conn.unread >= LEAST_BLAMED and self._key_of(conn.peer) == key:
                 self._cut(
-                    each, f"the connections of its key have sent {unread[key]} bytes faster than the broker reads"
+                    conn, f"the connections of its key have sent {unread[key]} bytes faster than the broker reads"
                 )
 
     def _by_size(self) -> list[Connection]:
         """Return the connections: the largest of the key with the most unread bytes first."""
         unread = Counter[bytes]()
-        for each in self._by_fd.values():
-            unread[self._key_of(each.peer)] += each.unread
+        for conn in self._by_fd.values():
+            unread[self._key_of(conn.peer)] += conn.unread
         return sorted(
-            self._by_fd.values(), key=lambda each: (unread[self._key_of(each.peer)], each.unread), reverse=True
+            self._by_fd.values(), key=lambda conn: (unread[self._key_of(conn.peer)], conn.unread), reverse=True
         )
 
     def _key_of(self, peer: bytes) -> bytes:

@@ -115,10 +115,10 @@ def decode(frames: Sequence[Any]) -> Envelope:
         header[: _HEADER.size]
     )
     sizes = (num_frames, meta_bytes, payload_bytes)
-    got = (len(payload), len(meta), sum(len(frame) for frame in payload))
-    if sizes != got:
+    received = (len(payload), len(meta), sum(len(frame) for frame in payload))
+    if sizes != received:
         raise WireError(
-            f"got (payload frames, metadata bytes, payload bytes) = {got}, expected {sizes} as in the header"
+            f"got (payload frames, metadata bytes, payload bytes) = {received}, expected {sizes} as in the header"
         )
     if meta_bytes > MAX_META_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise WireError(

@@ -87,7 +87,7 @@ def _counting(ledger: Ledger, feed: FeedHistory) -> Iterator[StepRows]:
 def _skips(feed: FeedHistory, which: str, steps: list[int]) -> list[str]:
     """Describe the steps that only one run skips: a sentence for consecutive steps with the same notes."""
     sentences = []
-    for (_, notes), group in groupby(enumerate(steps), lambda each: (each[1] - each[0], feed.skip_notes(each[1]))):
+    for (_, notes), group in groupby(enumerate(steps), lambda pair: (pair[1] - pair[0], feed.skip_notes(pair[1]))):
         first, *others = (step for _, step in group)
         span = f"steps {first} to {others[-1]}" if others else f"step {first}"
         sentences.append(f"Only the {which} run skips {span}{''.join(f' ({note})' for note in notes)}.")

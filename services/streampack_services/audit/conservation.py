@@ -111,8 +111,8 @@ class Books:
 
     def _sorted_pieces(self, index: I64, part: I64) -> tuple[I64, I64]:
         """Return the known parts other than 0 together with the given ones, sorted by (index, part)."""
-        index = np.concatenate([index, *(each for each, _ in self._pieces)])
-        part = np.concatenate([part, *(each for _, each in self._pieces)])
+        index = np.concatenate([index, *(piece for piece, _ in self._pieces)])
+        part = np.concatenate([part, *(piece for _, piece in self._pieces)])
         order = np.lexsort((part, index))
         return index[order], part[order]
 

@@ -57,11 +57,11 @@ def references_of(state_dir: Path, ledger: Ledger, sample: Tree) -> dict[str, li
 def _shown(data: bytes) -> Tree:
     """Return a reference as a tree."""
     reference = decode_reference(data)
-    tree: Tree = msgspec.to_builtins(reference) | {"uri": reference.shown}
-    return tree
+    fields: Tree = msgspec.to_builtins(reference) | {"uri": reference.shown}
+    return fields
 
 
-def reference_text(tree: Tree) -> str:
+def reference_text(fields: Tree) -> str:
     """Return a reference for people: ``images.tar at byte 1,536, 81,920 bytes``."""
-    at = f" at byte {tree['offset']:,}" if tree.get("offset") else ""
-    return str(tree["uri"]) + at + (f", {tree['size']:,} bytes" if tree.get("size") else "")
+    at = f" at byte {fields['offset']:,}" if fields.get("offset") else ""
+    return str(fields["uri"]) + at + (f", {fields['size']:,} bytes" if fields.get("size") else "")

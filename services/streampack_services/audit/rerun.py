@@ -140,8 +140,8 @@ class Rerun:
 
     def _sources(self) -> Mapping[str, Any]:
         """Open the sources of all streams that the feed reads. Raises UserError if no producer.yaml names one."""
-        known = self.wanted.feed.rules_at(self.wanted.step, self.wanted.rows.lsn).streams
-        needed = {stream.name for stream in known if not stream.pushed and stream.weight}
+        streams = self.wanted.feed.rules_at(self.wanted.step, self.wanted.rows.lsn).streams
+        needed = {stream.name for stream in streams if not stream.pushed and stream.weight}
         sources: dict[str, Any] = {}
         for config in self.producers:
             wanted = {name: stream for name, stream in config.streams.items() if name in needed - set(sources)}

@@ -48,10 +48,10 @@ class Findings:
 
     def add_many(self, kind: str, lines: Iterable[str], count: int) -> None:
         """Add ``count`` findings of a kind; keep only the first few ``lines``, which are printed."""
-        known = self.counts.get(kind, 0)
+        before = self.counts.get(kind, 0)
         if count:
-            self.counts[kind] = known + count
-        for _, line in zip(range(FEW - known), lines, strict=False):
+            self.counts[kind] = before + count
+        for _, line in zip(range(FEW - before), lines, strict=False):
             self.lines.append(line)
 
 
@@ -228,11 +228,11 @@ class _Feed:
             for index in self._ledger.rejections(name):
                 both = books.in_steps(index)
                 both = both[~self._feed.cut_anew(name, both)]
-                lines = (f"{name}:{each} was rejected and {self._where(name, each)}" for each in both.tolist())
+                lines = (f"{name}:{index} was rejected and {self._where(name, index)}" for index in both.tolist())
                 self._findings.add_many("contradictions", lines, len(both))
             for partition in range(books.partitions):
                 twice = self._ledger.sent_twice(name, partition)
-                lines = (f"{name}:{partition}:{each} was admitted more than once" for each in twice)
+                lines = (f"{name}:{partition}:{index} was admitted more than once" for index in twice)
                 self._findings.add_many("contradictions", lines, len(twice))
                 totals = self._ledger.history.totals.get((name, partition), [])
                 if totals and books.upto(partition) > totals[-1]:
@@ -253,15 +253,15 @@ class _Feed:
         """Check that every merged sample is in a step, rejected, dropped, or in the snapshot's window."""
         if not self._known:
             return
-        lsn = next(lsn for lsn, each in self._feed.snapshots.values() if each is snapshot)
+        lsn = next(lsn for lsn, other in self._feed.snapshots.values() if other is snapshot)
         waiting, dropped = self._feed.waiting(lsn, snapshot), self._feed.dropped(snapshot.step)
         for name, upto in self._merged(snapshot).items():
             index, part = _ids(waiting, name)
             elsewhere = zip((index, part), _ids(dropped, name), strict=True)
             self._lost[name] |= set(self._books[name].lost(upto, *map(np.concatenate, elsewhere)))
             heads = self._books[name].in_steps(index[part == 0])
-            lines = (f"{name}:{each} is in the window at step {snapshot.step} and also {self._where(name, each)}"
-                     for each in heads.tolist())  # fmt: skip
+            lines = (f"{name}:{index} is in the window at step {snapshot.step} and also {self._where(name, index)}"
+                     for index in heads.tolist())  # fmt: skip
             self._findings.add_many("contradictions", lines, len(heads))
 
     def _merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
@@ -276,7 +276,7 @@ class _Feed:
         for stream in dropped:
             index, part = _ids(dropped, stream)
             both = self._books[stream].mark(index[part == 0], DROPPED)
-            lines = (f"{stream}:{each} was dropped and {self._where(stream, each)}" for each in both.tolist())
+            lines = (f"{stream}:{index} was dropped and {self._where(stream, index)}" for index in both.tolist())
             self._findings.add_many("contradictions", lines, len(both))
         if self._feed.end is None:
             return
@@ -308,8 +308,8 @@ class _Feed:
         These are all samples, unless another stream ended the feed, or this stream was removed from it or pauses.
         """
         rules, total = self._feed.rules_at(LATEST), self._ledger.history.totals.get((stream, partition), [0])[-1]
-        stops = [each.name for each in rules.streams if each.on_exhaust == "stop" and each.gives]
-        read = any(each.name == stream and each.gives for each in rules.streams)
+        stops = [stream.name for stream in rules.streams if stream.on_exhaust == "stop" and stream.gives]
+        read = any(item.name == stream and item.gives for item in rules.streams)
         return max(total if read and stops in ([], [stream]) else 0, self._books[stream].upto(partition))
 
     # The result
@@ -318,12 +318,12 @@ class _Feed:
         """Add a finding for each lost and each duplicated sample."""
         for name, lost in self._lost.items():
             lines = (
-                f"{_sample(name, *each)} is lost: the sample is in no step and was not rejected"
-                for each in sorted(lost)
+                f"{_sample(name, *place)} is lost: the sample is in no step and was not rejected"
+                for place in sorted(lost)
             )
             self._findings.add_many("lost", lines, len(lost))
             twice = self._books[name].twice()
-            lines = (f"{_sample(name, *each)} {self._where(name, *each)}" for each in twice)
+            lines = (f"{_sample(name, *place)} {self._where(name, *place)}" for place in twice)
             self._findings.add_many("duplicated", lines, len(twice))
 
     def _where(self, name: str, index: int, part: int = 0) -> str:
@@ -349,9 +349,9 @@ class _Feed:
             "ended": end is not None,
             "packs": self._packs,
             "lineages": [
-                {"lineage": each.number, "step": each.step, "why": each.why} for each in self._feed.branches
+                {"lineage": branch.number, "step": branch.step, "why": branch.why} for branch in self._feed.branches
             ],
-            "skipped": [list(each) for each in self._feed.skips],
+            "skipped": [list(skip) for skip in self._feed.skips],
             "steps_of_other_lineages": self._history,
             "chain": (self._chain or b"").hex(),
             "streams": {name: self._stream(name, rejected[name]) for name in self._books},

@@ -141,14 +141,14 @@ def _means(reported: Reported) -> Tree:
     """Return for each name the number of samples of which all ranks have reported a value, and the mean."""
     return {
         name: {"samples": len(column), "mean": _number(float(column.mean()))}
-        for each in reported if each.complete for name, column in zip(each.names, each.merged.values, strict=True)
-        if len(column)
+        for report in reported if report.complete
+        for name, column in zip(report.names, report.merged.values, strict=True) if len(column)
     }  # fmt: skip
 
 
 def partly(reported: Reported) -> list[str]:
     """Return the names of values that some ranks have reported, and others have not."""
-    return sorted({name for each in reported if not each.complete for name in each.names})
+    return sorted({name for report in reported if not report.complete for name in report.names})
 
 
 def _number(value: float) -> float | str:
@@ -254,12 +254,12 @@ def differences(before: Rules, after: Rules) -> list[str]:
     return [f"{key}: {one.get(key, 'default')} -> {other.get(key, 'default')}" for key in keys]
 
 
-def _flat(path: str, tree: Any) -> Tree:
+def _flat(path: str, content: Any) -> Tree:
     """Return the leaves of a tree by their dotted paths; a list entry with a ``name`` is listed under that name."""
-    if isinstance(tree, dict):
-        named = tree.items()
-    elif isinstance(tree, list | tuple) and all(isinstance(each, dict) and "name" in each for each in tree):
-        named = {each["name"]: each for each in tree}.items()
+    if isinstance(content, dict):
+        named = content.items()
+    elif isinstance(content, list | tuple) and all(isinstance(item, dict) and "name" in item for item in content):
+        named = {item["name"]: item for item in content}.items()
     else:
-        return {path: tree}
-    return {key: value for name, each in named for key, value in _flat(f"{path}.{name}".strip("."), each).items()}
+        return {path: content}
+    return {key: value for name, item in named for key, value in _flat(f"{path}.{name}".strip("."), item).items()}

@@ -80,12 +80,12 @@ def read_allowed(folder: Path) -> dict[str, KeyEntry]:
 
 def _parse_entries(text: str, path: Path) -> dict[str, KeyEntry]:
     """Return the entries in the text of an allowed.yaml; raise ConfigError naming ``path`` if they are invalid."""
-    tree = parse_tree(text, path)
-    if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
+    content = parse_tree(text, path)
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ConfigError(
             f"{path}: got no mapping of names, expected one line 'name: {{key: ..., role: ...}}' for each key"
         )
-    return {name: convert(entry, KeyEntry, f"{path}: {name}") for name, entry in tree.items()}
+    return {name: convert(entry, KeyEntry, f"{path}: {name}") for name, entry in content.items()}
 
 
 def _check_entry(where: str, name: str, entry: KeyEntry) -> None:
@@ -128,8 +128,8 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
     Raises:
         UserError: The name is taken or not allowed, or a limit is invalid.
     """
-    tree = {"key": "0" * 64, "role": role, **{key: value for key, value in limits.items() if value}}
-    _check_entry("keys", name, convert(tree, KeyEntry, "keys"))
+    entry = {"key": "0" * 64, "role": role, **{key: value for key, value in limits.items() if value}}
+    _check_entry("keys", name, convert(entry, KeyEntry, "keys"))
     secret = new_secret()
     broker_file, file = folder / f"{BROKER}.key", folder / f"{name}.key"
     with _locked(folder):
@@ -143,7 +143,7 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
             written.insert(0, broker_file)
         key = Key(name=name, secret=secret, broker=load_key(broker_file).public)
         write_secret(file, key.text())
-        _write_allowed(folder, [*_allowed_lines(folder), _allowed_line(name, tree | {"key": key.public})])
+        _write_allowed(folder, [*_allowed_lines(folder), _allowed_line(name, entry | {"key": key.public})])
     return written
 
 
@@ -192,9 +192,9 @@ def _allowed_lines(folder: Path) -> list[str]:
     return read_trusted(path).splitlines() if path.exists() else [_HEAD]
 
 
-def _allowed_line(name: str, tree: Mapping[str, Any]) -> str:
+def _allowed_line(name: str, entry: Mapping[str, Any]) -> str:
     """Return an entry as one line of YAML."""
-    words = [f"{key}: {value if key in ('key', 'role') else json.dumps(value)}" for key, value in tree.items()]
+    words = [f"{key}: {value if key in ('key', 'role') else json.dumps(value)}" for key, value in entry.items()]
     return f"{name}: {{{', '.join(words)}}}"
 
 

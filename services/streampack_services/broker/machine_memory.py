@@ -40,9 +40,9 @@ def _limit_files(root: Path) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         group = Path(path.lstrip("/"))
         if not controllers:
-            yield from (groups / each / "memory.max" for each in (group, *group.parents))
+            yield from (groups / folder / "memory.max" for folder in (group, *group.parents))
         elif "memory" in controllers.split(","):
-            yield from (groups / "memory" / each / "memory.limit_in_bytes" for each in (group, *group.parents))
+            yield from (groups / "memory" / folder / "memory.limit_in_bytes" for folder in (group, *group.parents))
 
 
 def _text(file: Path) -> str:

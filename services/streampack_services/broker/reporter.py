@@ -249,10 +249,10 @@ class Reporter:
             steps_left=steps_left(self._core, feed),
             totals=filled(PackTotals, formed.totals, packs=counted.packs, empty_packs=counted.empty_packs),
             figures=filled(
-                FeedFigures, of_budgets({budget: each.moments for budget, each in by_budget.items()}), steps.dealt
+                FeedFigures, of_budgets({budget: stats.moments for budget, stats in by_budget.items()}), steps.dealt
             ),
             padded_figures=filled(
-                AlignedFigures, of_budgets({budget: each.slot_moments for budget, each in by_budget.items()})
+                AlignedFigures, of_budgets({budget: stats.slot_moments for budget, stats in by_budget.items()})
             ),
             waste_tokens=dict(zip(CAUSES, feed.waste.tolist(), strict=True)),
             lost_tokens=_lost_tokens(feed),
@@ -386,7 +386,7 @@ def _relays_status(feeds: Iterable[Feed]) -> RelaysStatus:
         connected=len(relays) - lost,
         lost=lost,
         ranks=sum(relay.ranks for relay in relays.values()),
-        hosts=heapq.nsmallest(MOST_RELAYS, relays.values(), key=lambda each: (not each.lost, -each.queued_bytes)),
+        hosts=heapq.nsmallest(MOST_RELAYS, relays.values(), key=lambda relay: (not relay.lost, -relay.queued_bytes)),
     )
 
 

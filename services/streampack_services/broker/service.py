@@ -317,10 +317,10 @@ class BrokerService:
         self._take_formed()
         self._keep_log()
         if self._shipping is not None:
-            known = self._shipping.standby_addresses
+            addresses = self._shipping.standby_addresses
             self._shipping.turn(self._clock if ticks else None)
             self._keep_log()
-            if self._shipping.standby_addresses != known:
+            if self._shipping.standby_addresses != addresses:
                 self.on_endpoints()
             self.over = self._shipping.over
         self._handle_all(self._sockets.withdrawals(now))

@@ -56,8 +56,8 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
     if _streams_change(feed, rules):
         return None
     every = [_stream_left(core, feed, number, stream) for number, stream in enumerate(rules.streams) if stream.gives]
-    left = [each for each in every if each is not None]
-    stops = [each for each in left if each.share is not None]
+    left = [stream for stream in every if stream is not None]
+    stops = [stream for stream in left if stream.share is not None]
     if len(stops) < sum(stream.on_exhaust == "stop" and stream.gives for stream in rules.streams):
         return None
     former, spread = feed.planner.former, 0.0 if _in_samples(rules) else _spread(feed)
@@ -70,10 +70,10 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
         if pace is None:
             return None
     ways = [
-        estimate([each], in_window, of_step, spread) for each in stops
+        estimate([stream], in_window, of_step, spread) for stream in stops
     ]  # the feed ends with the first of these streams
     if len(left) == len(every):
-        ways.append(estimate([each._replace(share=None) for each in left], in_window, of_step, spread))
+        ways.append(estimate([stream._replace(share=None) for stream in left], in_window, of_step, spread))
     if not ways or not of_step:
         return None
     formed = readers.steps.formed_upto - readers.steps.released_upto
@@ -86,9 +86,11 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
 def _streams_change(feed: Feed, rules: Rules) -> bool:
     """Return True if other streams give samples in a stage to come than after all stages, by ``rules``."""
     giving = {stream.name for stream in rules.streams if stream.gives}
-    mixtures = [each.ask.weights for each in feed.history.pending if isinstance(each.ask, Stage) and each.ask.weights]
+    mixtures = [
+        change.ask.weights for change in feed.history.pending if isinstance(change.ask, Stage) and change.ask.weights
+    ]
     current = {stream.name for stream in feed.planner.live.current.streams if stream.gives}
-    return bool(mixtures) and any(giving != set(each) for each in [current, *mixtures])
+    return bool(mixtures) and any(giving != set(mixture) for mixture in [current, *mixtures])
 
 
 def estimate(left: Sequence[Left], held: float, of_step: float, spread: float) -> tuple[int, int, int]:
@@ -104,9 +106,9 @@ def estimate(left: Sequence[Left], held: float, of_step: float, spread: float) -
         (most likely number of steps, lower bound, upper bound).
     """
     expected, variance = held, 0.0
-    for samples, uncertain, each, seen, share in left:
-        expected += samples * each / (share or 1.0)
-        varies = uncertain * each**2 + spread**2 * (samples + samples**2 / max(seen, 1))
+    for samples, uncertain, mean, seen, share in left:
+        expected += samples * mean / (share or 1.0)
+        varies = uncertain * mean**2 + spread**2 * (samples + samples**2 / max(seen, 1))
         variance += varies / (share or 1.0) ** 2
     away = 2 * math.sqrt(variance)
     low, high = math.floor(max(expected - away, 0.0) / of_step), math.ceil((expected + away) / of_step)
@@ -127,9 +129,9 @@ def _stream_left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> 
     every, merge, counts = core.leases.partitions, feed.planner.merge.current, feed.planner.admission.counts[number]
     partitions = every.of_stream(stream.name)
     merged = int(sum(merge.merged_samples[every.stream_of[p].number_in_feed(p)] for p in partitions))
-    known = [every.intakes[p].recorded.known_total for p in partitions]
-    if None not in known:
-        total, variance = float(sum(each or 0 for each in known)), 0.0
+    totals = [every.intakes[p].recorded.known_total for p in partitions]
+    if None not in totals:
+        total, variance = float(sum(count or 0 for count in totals)), 0.0
     elif stream.passes is not None and (size := core.leases.producers.size(stream.name)) is not None:
         total, variance = size_left(size, stream.passes)
     else:
@@ -139,7 +141,7 @@ def _stream_left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> 
     rules = feed.latest_rules
     kept = counts.samples - sum(counts.rejected.values()) if _in_samples(rules) else counts.tokens
     share = (
-        stream.weight / sum(each.weight for each in rules.streams if each.gives)
+        stream.weight / sum(other.weight for other in rules.streams if other.gives)
         if stream.on_exhaust == "stop"
         else None
     )

@@ -42,8 +42,8 @@ class _Order:
 
     def wait(self, name: bytes) -> None:
         """Add a name that does not wait yet."""
-        given = self._given[name] = max(self._given.get(name, 0.0), self._now)
-        heappush(self._waiting, (given, next(self._number), name))
+        turn = self._given[name] = max(self._given.get(name, 0.0), self._now)
+        heappush(self._waiting, (turn, next(self._number), name))
 
     def take(self) -> bytes:
         """Remove the name that was given the least time."""
@@ -54,7 +54,7 @@ class _Order:
         """Count time for a name."""
         self._given[name] += seconds
         if len(self._given) > self._most:  # names that wait are kept: their time is never below ``_now``
-            self._given = {name: given for name, given in self._given.items() if given >= self._now}
+            self._given = {name: time for name, time in self._given.items() if time >= self._now}
             self._most = REMEMBERED + 2 * len(self._given)
 
 

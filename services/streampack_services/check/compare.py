@@ -63,15 +63,15 @@ def compare(files: RunFiles) -> list[str]:
 
 def _check_stream(files: RunFiles, path: Path, name: str) -> None:
     """Raise ConfigError unless the broker knows the stream, and files may be read for it."""
-    known = files.broker.streams
-    if name not in known:
-        close = difflib.get_close_matches(name, known, 1)
+    streams = files.broker.streams
+    if name not in streams:
+        close = difflib.get_close_matches(name, streams, 1)
         write = f"Write {close[0]!r} here, or {name!r} in {files.path.name}" if close else ""
         raise ConfigError(
             f"{path}: streams.{name}: got a stream that {files.path} does not have, expected one of "
-            f"{', '.join(known)}. {write or f'Add it to `streams` of {files.path.name}'}"
+            f"{', '.join(streams)}. {write or f'Add it to `streams` of {files.path.name}'}"
         )
-    if known[name].pushed:
+    if streams[name].pushed:
         raise ConfigError(
             f"{path}: streams.{name}: got a source, but {files.path} says that programs push this stream. Remove "
             f"`pushed` there, or the stream here"

@@ -76,7 +76,9 @@ def _first_samples(
     records = {}
     for name, source in open_sources(msgspec.structs.replace(config, streams=streams)).items():
         # A reference is passed on as it is, so any value may be read as one. The values say which of them are.
-        media = [Field(name=each, dtype="reference", axis="item") for each in streams[name].fields if each != LOSS_MASK]
+        media = [
+            Field(name=field, dtype="reference", axis="item") for field in streams[name].fields if field != LOSS_MASK
+        ]
         records[name] = list(islice(source.read(0, 1, seed=0, passes=1, fields=(MASK, *media, _SIZES)), count))
     return records
 
@@ -124,23 +126,23 @@ def _media(record: RawSample, fields: list[str]) -> tuple[Tree | None, str | Non
     """
     sizes = record.fields.get(PATCHES)
     try:
-        patches = [] if sizes is None else [int(each) for each in sizes]
+        patches = [] if sizes is None else [int(size) for size in sizes]
     except (TypeError, ValueError):
         return None, f"{PATCHES}: dtype"
     values = {name: record.fields.get(f"{_MEDIA}{at}") for at, name in enumerate(fields)}
     places = {name: places for name, value in values.items() if (places := _places(value))}
-    items = {len(each) for each in places.values()} | ({len(patches)} if sizes is not None else set())
+    items = {len(items) for items in places.values()} | ({len(patches)} if sizes is not None else set())
     if not any(items):
         return None, None
-    tree = {"items": max(items), "patches": sum(patches), "places": places}
-    return tree, "media: items" if len(items) > 1 else None
+    result = {"items": max(items), "patches": sum(patches), "places": places}
+    return result, "media: items" if len(items) > 1 else None
 
 
 def _places(value: Any) -> list[Tree]:
     """Return the places that a value refers to, one for each item; empty if the value is no list of references."""
     try:
         listed = value if isinstance(value, list | tuple) else [value]
-        return [_place(reference_of(each)) for each in listed]
+        return [_place(reference_of(item)) for item in listed]
     except (ValueError, TypeError):
         return []
 

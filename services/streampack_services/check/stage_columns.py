@@ -61,7 +61,7 @@ def _columns(config: BrokerConfig, feed: str, rules: Rules, broker: Plan) -> Ite
             "step_tokens": None if after.batch is not None else step_tokens(after),
             "streams": [stream.name for stream in after.streams if stream.gives],
             "planned_mesh": {"dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp},
-            "micro_batches": [each // mesh.dp for each in packs]
+            "micro_batches": [count // mesh.dp for count in packs]
             if isinstance(packs, list)
             else packs and packs // mesh.dp,
             "dp": dps,
@@ -141,7 +141,7 @@ def _amount(value: int | list[int] | None) -> str:
     """Return a number, or the two ends of a ramp, as text."""
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else " to ".join(f"{each:,}" for each in value)
+    return f"{value:,}" if isinstance(value, int) else " to ".join(f"{part:,}" for part in value)
 
 
 def _table(columns: list[list[str]]) -> list[str]:

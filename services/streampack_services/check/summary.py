@@ -25,7 +25,7 @@ def summary(checked: Tree) -> list[str]:
     lines = [file if len(file) <= WIDTH else f"...{file[3 - WIDTH :]}"]
     for title, text in _set(checked["values"]):
         lines += _wrapped(title, text)
-    follows = {each["path"]: each["value"] for each in checked["follows"]}
+    follows = {row["path"]: row["value"] for row in checked["follows"]}
     lines.append("  what follows")
     for title, text in _of_broker(follows) if checked["command"] == "broker" else _of_producer(follows):
         lines += _wrapped(title, text)
@@ -57,16 +57,16 @@ def _set(values: list[Tree]) -> Iterator[tuple[str, str]]:
     """Yield what the file sets, a line for each top-level key, and one for each stream."""
     groups: dict[str, list[str]] = {}
     streams: dict[str, None] = {}
-    for each in values:
-        parts = each["path"].split(".")
-        if each["source"] != "file" or "stages" in (parts[0], *parts[2:3]):  # they have a table of their own
+    for row in values:
+        parts = row["path"].split(".")
+        if row["source"] != "file" or "stages" in (parts[0], *parts[2:3]):  # they have a table of their own
             continue
         title, rest = (parts[1], parts[2:]) if parts[0] == "streams" and len(parts) > 1 else (parts[0], parts[1:])
         if parts[0] == "streams":
             streams[title] = None
             title = f"stream {title}"
         name = ".".join(rest)
-        value = _value(each["path"], each["value"])
+        value = _value(row["path"], row["value"])
         groups.setdefault(title, []).append(f"{name} {value}" if name else value)
     left_out = [f"stream {name}" for name in list(streams)[MOST_STREAMS:]]
     for title, texts in groups.items():
@@ -83,7 +83,7 @@ def _value(path: str, value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(str, value[:8])) + (", ..." if len(value) > 8 else "") + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_value(path, each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_value(path, item)}" for key, item in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -133,7 +133,7 @@ def _of_producer(follows: Tree) -> Iterator[tuple[str, str]]:
         shards, files = counted(follows[f"{at}num_shards"], "partition"), counted(follows[f"{at}files"], "file")
         keys = [value for path, value in follows.items() if f"{at}keys." in path]
         chats = ", chats" * follows[f"{at}tokenizer.has_chat_template"]
-        read = "; reads " + ", ".join(name for each in keys for name in each) if keys else ""
+        read = "; reads " + ", ".join(name for group in keys for name in group) if keys else ""
         size = follows[f"{at}tokenizer.vocab_size"]
         yield f"stream {name}", f"{files}, at most {shards}; vocabulary of {size}{chats}{read}"
     if len(streams) > MOST_STREAMS:

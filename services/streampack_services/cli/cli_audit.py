@@ -125,8 +125,8 @@ def why(
         if steps is not None:
             numbers = range(steps.first, steps.last + 1)
             reports = [audit.why_step(opened, number, feed, dp_size, pp_size or 1) for number in numbers]
-            for each in reports if dp is not None else ():
-                each["packs"] = [pack for pack in each["packs"] if pack["dp_rank"] == dp]
+            for answer in reports if dp is not None else ():
+                answer["packs"] = [pack for pack in answer["packs"] if pack["dp_rank"] == dp]
             if produce:
                 of = audit.feed_of(opened, feed)
                 sample_texts.add_places(of, reports, _sources(produce), texts=text)

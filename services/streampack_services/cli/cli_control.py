@@ -165,13 +165,13 @@ def _stream(text: str) -> tuple[str, dict[str, Any]]:
 
     name, _, value = text.partition("=")
     try:
-        tree: Any = msgspec.yaml.decode(value) if value else {}
+        content: Any = msgspec.yaml.decode(value) if value else {}
     except msgspec.DecodeError:
-        tree = None
-    if not name or not isinstance(tree, dict):
+        content = None
+    if not name or not isinstance(content, dict):
         raise UserError(f"Got {text!r}. Pass a stream and its settings, such as math='{{weight: 0.2}}'.")
-    convert(tree, StreamSettings, f"stream {name!r}")
-    return name, tree
+    convert(content, StreamSettings, f"stream {name!r}")
+    return name, content
 
 
 class Target(NamedTuple):

@@ -193,7 +193,7 @@ def _print_stage(report: dict[str, Any], out: Path | None, as_json: bool) -> Non
             raise UserError(f"--out {out} cannot be written: {error.strerror}. Choose another file.") from None
         print(f"wrote {out}", file=sys.stderr)
     if as_json or out is None or report["stage"] is None:
-        print_result(report, as_json, lambda tree: print(tree["stage_yaml"], end=""))
+        print_result(report, as_json, lambda content: print(content["stage_yaml"], end=""))
 
 
 def report(

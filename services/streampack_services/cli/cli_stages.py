@@ -221,13 +221,13 @@ def _list_changes(feed: str | None, target: Target, as_json: bool) -> None:
     feeds = snapshot.get("feeds", {})
     if feed is not None and feed not in feeds:
         raise UserError(f"Got feed {feed!r}. Pass one of: {', '.join(feeds) or 'none'}.")
-    changes = {name: each.get("changes", {}) for name, each in feeds.items() if feed in (None, name)}
+    changes = {name: status.get("changes", {}) for name, status in feeds.items() if feed in (None, name)}
     if as_json:
         print(json.dumps({"run": snapshot["run"], "feeds": changes}))
         return
-    for name, each in changes.items():
+    for name, feed_changes in changes.items():
         print(f"run {snapshot['run']}, feed {name}")
-        show_changes(each)
+        show_changes(feed_changes)
 
 
 def show_changes(changes: dict[str, Any]) -> None:

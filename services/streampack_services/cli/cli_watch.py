@@ -55,7 +55,7 @@ def status(
         print_result(snapshot, as_json, status_report.show_standby)
         return
     if node is None:
-        print_result(snapshot, as_json, lambda tree: status_report.show_status(http_client.parse_status(tree)))
+        print_result(snapshot, as_json, lambda content: status_report.show_status(http_client.parse_status(content)))
         return
     pages = http_client.fetch_node(endpoint, snapshot["feeds"], node, timeout)
     print_result(

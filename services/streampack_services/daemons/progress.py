@@ -188,8 +188,8 @@ def _rejected(reasons: Mapping[str, int]) -> str:
     """Return ``3 rejected (json 2, empty 1)``, or nothing."""
     if not reasons:
         return ""
-    each = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
-    return f"{sum(reasons.values())} rejected ({each})"
+    counts = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
+    return f"{sum(reasons.values())} rejected ({counts})"
 
 
 def _warnings(overall: Overall) -> list[str]:

@@ -104,8 +104,8 @@ def _sum_over_pass(
     """
     if stream.every is not None:
         lengths, counts = stream.every
-        known = float((_step_units(lengths, None, rules, terms) * counts).sum())
-        return known, np.full(DRAWS, known)
+        units = float((_step_units(lengths, None, rules, terms) * counts).sum())
+        return units, np.full(DRAWS, units)
     media = np.concatenate(stream.media) if stream.media is not None else None
     read = _step_units(np.concatenate(stream.partitions), media, rules, terms)
     have, total = float(read.sum()), float(stream.total or len(read))

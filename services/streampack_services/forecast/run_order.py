@@ -103,12 +103,12 @@ class RunOrder:
         rules = self._rules
         if rules.batch is not None:  # each batch has the samples whose turn it is
             return np.split(np.zeros(len(stream), np.int64), np.cumsum(sizes)[:-1])
-        if any(each.rules.weights_ramp is not None for each in self._of.rules):
+        if any(change.rules.weights_ramp is not None for change in self._of.rules):
             return None
         in_turn = np.lexsort((part, index, stream))
         if rules.merge != "arrival" and rules.between_passes == "continue":
             in_turn = self._merged(in_turn, stream, lengths, part)
-        elif sum(each.partitions for each in rules.streams) > 1:
+        elif sum(stream.partitions for stream in rules.streams) > 1:
             return None
         if len(in_turn) < len(stream):
             return None
@@ -121,8 +121,8 @@ class RunOrder:
     def _merged(self, by_stream: I64, stream: I64, lengths: I64, parts: I64) -> I64:
         """Return the places of samples in merge order, int64 [n]; ``by_stream``: their places stream after stream."""
         before = sum(int(sums[0].sum()) for sums in self._sums) - len(stream)
-        changes = [each for each in self._of.rules if each.position >= 0]
-        first = max((n for n, each in enumerate(changes) if each.position <= before), default=0)
+        changes = [change for change in self._of.rules if change.position >= 0]
+        first = max((n for n, change in enumerate(changes) if change.position <= before), default=0)
         merge, taken, num_known = merge_of(_alone(changes[first].rules)), [], 0
         for at, change in enumerate(changes[first:], first):
             if at > first:
@@ -138,7 +138,7 @@ class RunOrder:
 
 def _alone(rules: Rules) -> Rules:
     """Return the rules of the same merge with one partition for each stream, none of which stops the others."""
-    streams = [msgspec.structs.replace(each, partitions=1, on_exhaust="renormalise") for each in rules.streams]
+    streams = [msgspec.structs.replace(stream, partitions=1, on_exhaust="renormalise") for stream in rules.streams]
     return msgspec.structs.replace(rules, streams=tuple(streams))
 
 

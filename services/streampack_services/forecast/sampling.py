@@ -99,9 +99,9 @@ def _stream(
         )
     total, shard_samples = _total(source, num_read, whole=not live)
     ended = tuple(p not in live for p in range(count))
-    sizes_read = tuple(np.array(each, np.int64).reshape(-1, len(NO_MEDIA)) for each in media) if fields else None
+    sizes_read = tuple(np.array(rows, np.int64).reshape(-1, len(NO_MEDIA)) for rows in media) if fields else None
     return StreamLengths(
-        name, tuple(np.array(each, np.int64) for each in lengths), ended, total, shard_samples, media=sizes_read
+        name, tuple(np.array(column, np.int64) for column in lengths), ended, total, shard_samples, media=sizes_read
     ), rejected
 
 

@@ -72,11 +72,11 @@ def sharing_of(state_dir: Path, rules: Rules) -> Sharing | None:
         lengths = np.frombuffer(record.lengths_u32, "<u4").astype(np.int64)
         if np.count_nonzero(lengths) < 2:
             continue
-        tree = record.shared_u32 or b""
-        shared = np.frombuffer(tree, "<u4").astype(np.int64) if tree else _shared(lengths, payload, rules)
+        tree_bytes = record.shared_u32 or b""
+        shared = np.frombuffer(tree_bytes, "<u4").astype(np.int64) if tree_bytes else _shared(lengths, payload, rules)
         sharing = Sharing(
             sharing.groups + 1, sharing.tokens + int(lengths.sum()), sharing.shared_tokens + int(shared.sum()),
-            sharing.sent + bool(tree),
+            sharing.sent + bool(tree_bytes),
         )  # fmt: skip
     return sharing if sharing.groups else None
 

@@ -69,7 +69,7 @@ class Timelines:
         if feed is not None and feed not in now.feeds:
             return None
         with self._lock:
-            wanted = {name: each for name, each in self._timelines.items() if feed in (None, name)}
+            wanted = {name: timeline for name, timeline in self._timelines.items() if feed in (None, name)}
             rows = {name: timeline.since(second)[-(MOST_ROWS // len(wanted)) :] for name, timeline in wanted.items()}
         began = now.taken_at - now.uptime_s
         # Encode row by row: encoding days of rows in one call would block the broker's thread (GIL).

@@ -226,23 +226,22 @@ def read_status(endpoint: str | None, timeout_s: float) -> BrokerStatus:
     return parse_status(fetch_status(endpoint, timeout_s))
 
 
-def parse_status(tree: Tree) -> BrokerStatus:
+def parse_status(content: Tree) -> BrokerStatus:
     """Return the status in the JSON of ``/status``.
 
     Raises:
         PeerError: A field is missing or has another type, since the broker is of another version or build.
     """
     try:
-        if tree.get("state") == "standby":
+        if content.get("state") == "standby":
             raise UserError(
-                f"got the address of a standby ({tree['standby']['waits_for']}), expected that of the active broker"
+                f"got the address of a standby ({content['standby']['waits_for']}), expected that of the active broker"
             )
-        return msgspec.convert(tree, BrokerStatus)
+        return msgspec.convert(content, BrokerStatus)
     except msgspec.ValidationError as error:
-        answered = (
-            f"streampack {__version__} cannot read the status of a broker with version {tree.get('version')} ({error})"
-        )
-        part = "installation" if tree.get("version") == __version__ else "version"
+        version = content.get("version")
+        answered = f"streampack {__version__} cannot read the status of a broker with version {version} ({error})"
+        part = "installation" if version == __version__ else "version"
         raise PeerError(f"{answered}. Use the streampack command of the broker's {part}, or pass --json") from None
 
 

@@ -70,7 +70,7 @@ class Listening(socket.socket):
             for _ in range(QUEUE):
                 self._kept.append(super().accept())
                 if len(self._kept) > accepted_at_once():
-                    idle = next((each for each in self._kept if is_idle(each[0].fileno())), self._kept[0])
+                    idle = next((kept for kept in self._kept if is_idle(kept[0].fileno())), self._kept[0])
                     self._kept.remove(idle)
                     idle[0].close()
         except OSError as error:
@@ -102,9 +102,9 @@ class Bounded(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the deadline; close the oldest connection if there are too many."""
         super().connection_made(transport)
-        others = [each for each in self.connections if isinstance(each, Bounded) and each is not self]
+        others = [other for other in self.connections if isinstance(other, Bounded) and other is not self]
         if len(others) >= max(MOST_CONNECTIONS - _TURNS * accepted_at_once(), -(-MOST_CONNECTIONS // 2), 2):
-            min(others, key=lambda each: (each.is_busy, each.since)).give_way()
+            min(others, key=lambda other: (other.is_busy, other.since)).give_way()
         self._restart_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -50,7 +50,7 @@ class FormingRules:
             if merged := change.merged_of(stream.name):
                 last = max(last, self._ledger.last_with(stream.name, len(merged) * max(merged), change.step))
         name, effective = self._feed.name, self._feed.effective
-        steps = (self._ledger.step(name, each, effective(each)) for each in range(last, change.step - 1, -1))
+        steps = (self._ledger.step(name, step, effective(step)) for step in range(last, change.step - 1, -1))
         return [step for step in steps if step is not None]
 
 

@@ -126,13 +126,13 @@ def _rules_tree(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
         "warmup": options.rules.warmup, "align": options.align, "tail": rules.tail,
     }  # fmt: skip
     defaults = {"shape": "fixed", "align": {"lcm": 1}, "tail": "pad"}
-    tree: Tree = {}
+    settings: Tree = {}
     for key, value in values.items():
         plain = msgspec.to_builtins(value)
         plain = {k: v for k, v in plain.items() if v is not None} if isinstance(plain, dict) else plain
         if plain not in (None, {}, defaults.get(key)):
-            tree[key] = plain
-    return tree
+            settings[key] = plain
+    return settings
 
 
 class _Forecaster:
@@ -150,11 +150,11 @@ class _Forecaster:
             self._say(f"{setting.packer}, budget {setting.budget}, window {setting.window}")
             self._forecasts[key] = self._forecast(setting)
         result = self._forecasts[key]
-        tree: Tree = msgspec.to_builtins(setting)
-        tree["align"] = {"sample": setting.align.sample, "pack": setting.align.pack}
+        values: Tree = msgspec.to_builtins(setting)
+        values["align"] = {"sample": setting.align.sample, "pack": setting.align.pack}
         if isinstance(result, str):
-            return {**tree, "refused": result}
-        return {**tree, "refused": None, **msgspec.to_builtins(result)}
+            return {**values, "refused": result}
+        return {**values, "refused": None, **msgspec.to_builtins(result)}
 
     def rules(self, setting: Setting) -> Rules:
         """Return the rules of a setting. Raises ValueError if they contradict each other."""

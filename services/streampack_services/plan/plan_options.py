@@ -283,10 +283,10 @@ def _numbers(text: str | None, name: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _must_be_known(option: str, got: str | None, known: tuple[str, ...]) -> None:
-    """Raise UserError if the value ``got`` of an option is not None and not one of ``known``."""
-    if got is not None and got not in known:
-        raise UserError(f"{option} is {got!r}. Pass one of: {', '.join(known)}.")
+def _must_be_known(option: str, got: str | None, allowed: tuple[str, ...]) -> None:
+    """Raise UserError if the value ``got`` of an option is not None and not one of ``allowed``."""
+    if got is not None and got not in allowed:
+        raise UserError(f"{option} is {got!r}. Pass one of: {', '.join(allowed)}.")
 
 
 def _mesh(text: str) -> PlanMesh:

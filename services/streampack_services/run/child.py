@@ -37,11 +37,11 @@ class Child:
 
 
 def start(
-    name: str, command: str, tree: dict[str, Any], *, folder: Path, log_dir: Path | None, env: Mapping[str, str]
+    name: str, command: str, content: dict[str, Any], *, folder: Path, log_dir: Path | None, env: Mapping[str, str]
 ) -> Child:
-    """Start ``streampack COMMAND -c FILE``, with ``tree`` written to FILE in ``folder``."""
+    """Start ``streampack COMMAND -c FILE``, with ``content`` written to FILE in ``folder``."""
     config = folder / f"{name.replace(' ', '-')}.yaml"
-    config.write_text(json.dumps(tree))  # JSON is YAML
+    config.write_text(json.dumps(content))  # JSON is YAML
     return start_words(name, [command, "-c", str(config)], log_dir=log_dir, env=env)
 
 

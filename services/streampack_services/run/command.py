@@ -108,17 +108,17 @@ def _check_files(options: RunOptions) -> None:
     """Find errors in the files, and between them, before anything is started; log warnings."""
     import_from_here()
     broker, producers = read_broker(options.broker), [(path, read_producer(path)) for path in options.producers]
-    for _, each in producers:
-        quick = {name: stream for name, stream in each.streams.items() if stream.source != "python"}
-        check_rows(replace(each, streams=quick))
+    for _, producer in producers:
+        quick = {name: stream for name, stream in producer.streams.items() if stream.source != "python"}
+        check_rows(replace(producer, streams=quick))
     for warning in compare(RunFiles(options.broker, broker, producers)) if producers else ():
         log.warning("%s", warning)
 
 
-def node_rank(given: int | None, env: Mapping[str, str]) -> int:
+def node_rank(number: int | None, env: Mapping[str, str]) -> int:
     """Return this host's number, from 0: the one given, else that in the environment, else 0."""
-    if given is not None:
-        return given
+    if number is not None:
+        return number
     return next((int(env[name]) for name in _RANKS if env.get(name, "").isdigit()), 0)
 
 
@@ -171,18 +171,18 @@ class _Run:
             signal.signal(number, self._record_signal)
         signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to the command, too, which decides
         rank, good, why = node_rank(self.options.node_rank, self.env), False, ""
-        tree = read_tree(self.options.broker)
-        state = tree.get("state_dir")
-        path = Path(tree.get("rendezvous") or Path(state or self.folder) / RENDEZVOUS)
-        self.env = with_secrets(tree.get("listen") or {}, self.env)
-        if rank and "rendezvous" not in tree:
+        config = read_tree(self.options.broker)
+        state = config.get("state_dir")
+        path = Path(config.get("rendezvous") or Path(state or self.folder) / RENDEZVOUS)
+        self.env = with_secrets(config.get("listen") or {}, self.env)
+        if rank and "rendezvous" not in config:
             raise ConfigError(
                 f"{self.options.broker} has no `rendezvous`, so host {rank} cannot find the broker. Set `rendezvous` "
                 f"to a file that all hosts can read."
             )
         addresses: dict[str, Any] = {}
         try:
-            addresses = self._start_broker(tree, path) if rank == 0 else self._find_broker(path)
+            addresses = self._start_broker(config, path) if rank == 0 else self._find_broker(path)
             self._start_producers(addresses, rank)
             if wants_relay(self.options.relay, self.options.command, self.env, rank, addresses["trainers"]):
                 self._start_relay(addresses["trainers"])
@@ -205,11 +205,11 @@ class _Run:
 
     # The broker
 
-    def _start_broker(self, tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    def _start_broker(self, config: dict[str, Any], path: Path) -> dict[str, Any]:
         """Start the broker, wait until it is ready, and return the content of its rendezvous file."""
-        listen = self._free_addresses(has_rendezvous="rendezvous" in tree) | (tree.get("listen") or {})
+        listen = self._free_addresses(has_rendezvous="rendezvous" in config) | (config.get("listen") or {})
         before = rendezvous.read(path)
-        self._start("broker", "broker", tree | {"listen": listen, "rendezvous": str(path)})
+        self._start("broker", "broker", config | {"listen": listen, "rendezvous": str(path)})
         (broker,) = self.daemons
         while (addresses := rendezvous.read(path)) is None or addresses == before or "failed" in addresses:
             self._pause()
@@ -260,10 +260,12 @@ class _Run:
             self._start(f"{name} of host {rank}" if rank else name, "produce",
                         read_tree(path) | {"broker": addresses["producers"]})  # fmt: skip
 
-    def _start(self, name: str, command: str, tree: dict[str, Any]) -> None:
-        """Start ``streampack COMMAND`` as a child process called ``name``, with ``tree`` as its configuration."""
+    def _start(self, name: str, command: str, config: dict[str, Any]) -> None:
+        """Start ``streampack COMMAND`` as a child process called ``name``, with ``config`` as its configuration."""
         env = {**self.env, "STREAMPACK_ATTEMPT": attempt(self.env)}
-        self.daemons.append(child.start(name, command, tree, folder=self.folder, log_dir=self.options.log_dir, env=env))
+        self.daemons.append(
+            child.start(name, command, config, folder=self.folder, log_dir=self.options.log_dir, env=env)
+        )
 
     def _start_relay(self, broker: str) -> None:
         """Start a relay for the ranks of this host; without one, they read from the broker itself."""

@@ -38,9 +38,9 @@ def local_ranks(command: Sequence[str], env: Mapping[str, str]) -> int | None:
     """
     words = iter(command)
     for word in words:
-        name, given, value = word.partition("=")
+        name, equals, value = word.partition("=")
         if name in _PER_NODE:
-            value = value if given else next(words, "")
+            value = value if equals else next(words, "")
             return int(value) if value.isdigit() else None
     value = env.get("PET_NPROC_PER_NODE", "")
     return int(value) if value.isdigit() else None

@@ -26,7 +26,7 @@ def calls_for(configs: Iterable[Path], settings: Iterable[Mapping[str, Any]]) ->
         settings: Contents of broker.yaml, without names and streams.
     """
     bare: Mapping[str, Any] = {"run": "kernels", "streams": {"a": {}, "b": {}}}
-    trees = [convert({**bare, **each}, BrokerConfig) for each in settings]
+    trees = [convert({**bare, **config}, BrokerConfig) for config in settings]
     for config in [*map(read_broker, configs), *map(checked, trees)]:
         yield partial(warm_up, plan(with_enough_memory(config)))
     yield balanced.warm_up

@@ -129,7 +129,7 @@ def _settings_of_run(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 def _keys(chosen: Mapping[str, Any], struct: type[Struct]) -> dict[str, Any]:
     """Return the values of the arguments of ``local`` that are keys of ``struct``."""
-    return {name: chosen[name] for name, each in arguments_of(LocalArguments).items() if each.struct is struct}
+    return {name: chosen[name] for name, argument in arguments_of(LocalArguments).items() if argument.struct is struct}
 
 
 _MEANT = {
@@ -145,25 +145,27 @@ _MEANT = {
 
 def _check_names(client: Mapping[str, Any]) -> None:
     """Raise TypeError for an argument that neither ``local`` nor ``connect`` has, before anything starts."""
-    known = ["source", "format", *defaults_of(LocalOptions)]
+    keys = ["source", "format", *defaults_of(LocalOptions)]
     for name in client:
-        if name not in known:
+        if name not in keys:
             meant = _MEANT.get(name)
             wrong = "local() got an unexpected keyword argument"
-            raise TypeError(f"{wrong} {name!r}{meant}" if meant else unexpected(name, known, "local"))
+            raise TypeError(f"{wrong} {name!r}{meant}" if meant else unexpected(name, keys, "local"))
 
 
-def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any], bool]:
+def open_stream(
+    name: str, stream: Any, defaults: dict[str, Any], tokenizer: Any
+) -> tuple[Source, dict[str, Any], bool]:
     """Open a stream's source; return it with the stream's settings for broker.yaml.
 
     Also return whether the first rows bring a loss mask; True for an iterator, whose first rows are not read.
 
-    ``given``: files, rows, or a dict of settings with its ``source``. ``defaults``: settings of every stream.
+    ``stream``: files, rows, or a dict of settings with its ``source``. ``defaults``: settings of every stream.
     """
     settings = {key: value for key, value in defaults.items() if value is not None}
-    rows = given
-    if isinstance(given, Mapping):
-        settings |= given
+    rows = stream
+    if isinstance(stream, Mapping):
+        settings |= stream
         rows = settings.pop("source", None)
     of_broker = {key: settings.pop(key) for key in list(settings) if key in _BROKER_KEYS}
     if settings.get("shuffle") is False:  # partitions take turns, so only one keeps the order of the files
@@ -171,8 +173,8 @@ def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any)
     if of_broker.get("passes", 1) != 1 and of_broker.get("repeat"):
         of_broker.pop("passes")
     try:
-        if isinstance(given, Mapping) and "source" not in given:
-            refuse_columns(given)
+        if isinstance(stream, Mapping) and "source" not in stream:
+            refuse_columns(stream)
         source, masked = _source(rows, settings, _tokenizer(settings.pop("tokenizer", tokenizer)))
         if isinstance(source, InMemory):
             of_broker["partitions"] = 1
@@ -183,19 +185,19 @@ def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any)
     return source, of_broker, masked
 
 
-def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> tuple[Source, bool]:
+def _source(value: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> tuple[Source, bool]:
     """Open a source, and return whether its first rows bring a loss mask.
 
-    ``given``: a format's name (``settings`` then name the files), files, or rows in memory.
+    ``value``: a format's name (``settings`` then name the files), files, or rows in memory.
     """
-    refuse_tables(given)
-    if isinstance(given, str) and ("shards" in settings or "path" in settings):
-        return _open(settings | {"source": given}, tokenizer)
-    if isinstance(given, list | tuple) and not given:
-        raise UserError(f"got an empty {type(given).__name__}, expected at least one file or row")
-    if _is_files(given):
-        listed = given if isinstance(given, list | tuple) else [given]
-        files = [os.path.expanduser(os.fspath(each)) for each in listed]
+    refuse_tables(value)
+    if isinstance(value, str) and ("shards" in settings or "path" in settings):
+        return _open(settings | {"source": value}, tokenizer)
+    if isinstance(value, list | tuple) and not value:
+        raise UserError(f"got an empty {type(value).__name__}, expected at least one file or row")
+    if _is_files(value):
+        listed = value if isinstance(value, list | tuple) else [value]
+        files = [os.path.expanduser(os.fspath(file)) for file in listed]
         formats = {_format(file) for file in files}
         if len(formats) > 1:
             raise UserError(
@@ -203,11 +205,11 @@ def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> tuple
                 f"format"
             )
         return _open(settings | {"source": formats.pop(), "shards": files}, tokenizer)
-    if isinstance(given, bytes) or (not isinstance(given, Iterable) and not hasattr(given, "__getitem__")):
+    if isinstance(value, bytes) or (not isinstance(value, Iterable) and not hasattr(value, "__getitem__")):
         raise UserError(
-            f"got a {type(given).__name__}, expected files or rows. A row is a text, a list of ids, or a dict of these"
+            f"got a {type(value).__name__}, expected files or rows. A row is a text, a list of ids, or a dict of these"
         )
-    rows = InMemory(given, _settings(settings | {"source": "python", "path": "rows in memory"}), tokenizer)
+    rows = InMemory(value, _settings(settings | {"source": "python", "path": "rows in memory"}), tokenizer)
     names, fields = passed_on(NOT_APPLIED)
     return rows, rows.is_once or bring_mask(rows.peek(ROWS_AT_START, names, fields))
 
@@ -218,32 +220,32 @@ def _open(settings: dict[str, Any], tokenizer: Tokenizer) -> tuple[Source, bool]
     Raises ConfigError if the rows are chats and no tokenizer is named. The first rows of ``source: python`` may take
     long, so they are not read.
     """
-    known = _settings(settings)
-    source = open_source(known, tokenizer)
-    if known.source == "python" or "messages_key" not in KEYS[known.source]:
+    checked = _settings(settings)
+    source = open_source(checked, tokenizer)
+    if checked.source == "python" or "messages_key" not in KEYS[checked.source]:
         return source, False
     names, fields = passed_on(NOT_APPLIED)
-    return source, bring_mask(open_source(replace(known, fields=names), tokenizer).peek(ROWS_AT_START, fields))
+    return source, bring_mask(open_source(replace(checked, fields=names), tokenizer).peek(ROWS_AT_START, fields))
 
 
-def _settings(tree: dict[str, Any]) -> SourceSettings:
+def _settings(keys: dict[str, Any]) -> SourceSettings:
     """Convert and check the settings of a source. Raises ConfigError."""
-    settings = convert(tree, SourceSettings, "source")
+    settings = convert(keys, SourceSettings, "source")
     check_settings(settings)
     return settings
 
 
-def _is_files(given: Any) -> bool:
-    """Return whether ``given`` is a path, or a list of paths only; other strings in a list are texts.
+def _is_files(value: Any) -> bool:
+    """Return whether ``value`` is a path, or a list of paths only; other strings in a list are texts.
 
     A string in a list is a path if it has the extension of a known format.
     """
-    if isinstance(given, str | os.PathLike):
+    if isinstance(value, str | os.PathLike):
         return True
-    listed = isinstance(given, list | tuple) and len(given) > 0
+    listed = isinstance(value, list | tuple) and len(value) > 0
     return listed and all(
-        isinstance(each, os.PathLike) or (isinstance(each, str) and _extension(each) in FORMAT_OF_EXTENSION)
-        for each in given
+        isinstance(item, os.PathLike) or (isinstance(item, str) and _extension(item) in FORMAT_OF_EXTENSION)
+        for item in value
     )
 
 
@@ -266,30 +268,30 @@ def _format(path: str) -> str:
     return name
 
 
-def _tokenizer(given: Any) -> Tokenizer:
-    """Return the tokenizer for ``given``: None, a name, path, settings, callable, or tokenizer of transformers."""
-    if given is None:
+def _tokenizer(value: Any) -> Tokenizer:
+    """Return the tokenizer for ``value``: None, a name, path, settings, callable, or tokenizer of transformers."""
+    if value is None:
         return open_tokenizer(TokenizerSettings())
-    if isinstance(given, str | os.PathLike):
-        path = os.path.expanduser(os.fspath(given))
-        is_file = isinstance(given, os.PathLike) or path.endswith(".json") or os.path.isdir(path)
+    if isinstance(value, str | os.PathLike):
+        path = os.path.expanduser(os.fspath(value))
+        is_file = isinstance(value, os.PathLike) or path.endswith(".json") or os.path.isdir(path)
         return open_tokenizer(TokenizerSettings(file=path) if is_file else TokenizerSettings(name=path))
-    if isinstance(given, Mapping):
-        return open_tokenizer(convert(dict(given), TokenizerSettings, "tokenizer"))
-    if all(hasattr(given, name) for name in ("apply_chat_template", "chat_template", "save_pretrained")):
-        return from_transformers(given)
-    encode = getattr(given, "encode", given)
+    if isinstance(value, Mapping):
+        return open_tokenizer(convert(dict(value), TokenizerSettings, "tokenizer"))
+    if all(hasattr(value, name) for name in ("apply_chat_template", "chat_template", "save_pretrained")):
+        return from_transformers(value)
+    encode = getattr(value, "encode", value)
     if not callable(encode):
-        raise UserError(f"tokenizer: got a {type(given).__name__}, expected a name, settings or a callable")
+        raise UserError(f"tokenizer: got a {type(value).__name__}, expected a name, settings or a callable")
 
     def ids_of(text: str) -> object:
         """Return the token ids of a text; unwrap an encoding that has ``ids``."""
         encoding = encode(text)
         return getattr(encoding, "ids", encoding)
 
-    if callable(chat := getattr(given, "encode_chat", None)):
+    if callable(chat := getattr(value, "encode_chat", None)):
         ids_of.encode_chat = chat  # type: ignore[attr-defined]
-    return CallableTokenizer(getattr(given, "__qualname__", type(given).__qualname__), ids_of)
+    return CallableTokenizer(getattr(value, "__qualname__", type(value).__qualname__), ids_of)
 
 
 def _start(

@@ -140,20 +140,20 @@ class LeaseArbiter:
 
     def _get(self) -> dict[str, Any] | None:
         """Return the Lease; None if there is none. Raises ArbiterUnreachable."""
-        status, tree = self._ask("GET", self._lease)
+        status, content = self._ask("GET", self._lease)
         if status == 404:
             return None
-        if status != 200 or not isinstance(tree.get("metadata"), dict):
-            raise self._refused("GET", status, tree)
-        return tree
+        if status != 200 or not isinstance(content.get("metadata"), dict):
+            raise self._refused("GET", status, content)
+        return content
 
     def _put(self, lease: dict[str, Any]) -> bool:
         """Write the Lease; return False if it has changed, or exists already. Raises ArbiterUnreachable."""
         new = "resourceVersion" not in lease["metadata"]
         method = "POST" if new else "PUT"
-        status, tree = self._ask(method, self._leases if new else self._lease, lease)
+        status, content = self._ask(method, self._leases if new else self._lease, lease)
         if status not in (200, 201, 409) and (new or status != 404):
-            raise self._refused(method, status, tree)
+            raise self._refused(method, status, content)
         return status in (200, 201)
 
     def _entry(self, lease: dict[str, Any]) -> Entry | None:
@@ -171,10 +171,10 @@ class LeaseArbiter:
                 f"standby.arbiter: the entry in {self.where} cannot be read: {error}. Each run needs a Lease of its own"
             ) from None
 
-    def _refused(self, method: str, status: int, tree: dict[str, Any]) -> ArbiterUnreachable:
+    def _refused(self, method: str, status: int, content: dict[str, Any]) -> ArbiterUnreachable:
         """Return the error for an answer that is not expected."""
         return ArbiterUnreachable(
-            f"{self.where}: the API server answers {status} to {method}: {tree.get('message', '')}"
+            f"{self.where}: the API server answers {status} to {method}: {content.get('message', '')}"
         )
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:

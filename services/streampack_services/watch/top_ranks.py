@@ -125,32 +125,32 @@ def _map(ranks: tuple[Rank, ...], measure: Measure, width: int, room: int | None
     Without room for a cell per rank, a cell shows the worst of several consecutive ranks.
     """
     label = max(len(rank.name) for rank in ranks) + 2
-    for each, cell in ((1, 2), *((2**n, 1) for n in range(20))):
-        cells = -(-len(ranks) // each)
+    for group, cell in ((1, 2), *((2**n, 1) for n in range(20))):
+        cells = -(-len(ranks) // group)
         a_line = max(2 ** ((width - label) // cell).bit_length() // 2, 1)
         lines = -(-cells // a_line)
         if (room is None or lines <= room) and (cell == 1 or lines <= MOST_ROWS):
             break
     rows = []
     for first in range(0, cells, a_line):
-        line = Text(ranks[first * each].name.ljust(label), style="dim")
+        line = Text(ranks[first * group].name.ljust(label), style="dim")
         for n in range(first, min(first + a_line, cells)):
-            values = (_value(rank, measure) for rank in ranks[n * each : (n + 1) * each])
+            values = (_value(rank, measure) for rank in ranks[n * group : (n + 1) * group])
             mark, style = shade(max((value for value in values if value is not None), default=None), measure)
             line.append(mark * cell, style="not dim " + style)
         rows.append(fitted(line, width))
-    return [*rows[: None if room is None else room], _legend(measure, each, width)]
+    return [*rows[: None if room is None else room], _legend(measure, group, width)]
 
 
-def _legend(measure: Measure, each: int, width: int) -> Text:
-    """Return a line that explains the shades; ``each``: number of ranks that a cell shows."""
+def _legend(measure: Measure, group: int, width: int) -> Text:
+    """Return a line that explains the shades; ``group``: number of ranks that a cell shows."""
     bounds = _BOUNDS[measure]
     named = [f"{bound:.0%}" if measure == "waits" else f"{bound:g}" for bound in bounds]
     line = Text("", style="dim")
     for n, (mark, style) in enumerate(zip(_SHADES, _COLOURS, strict=True)):
         line.append(mark, style="not dim " + style)
         line.append(f" below {named[n]}  " if n == 0 else f" {named[n - 1]}+  ")
-    line.append("" if each == 1 else f"a cell shows the worst of {each} ranks")
+    line.append("" if group == 1 else f"a cell shows the worst of {group} ranks")
     line.rstrip()
     return fitted(line, width)
 

@@ -60,7 +60,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, lef
         width: Most characters of a line.
         left: Indices of the columns that are aligned left.
     """
-    texts = [[_text((name, "dim")) for name in header]] + [[_text(cell) for cell in each] for each in rows]
+    texts = [[_text((name, "dim")) for name in header]] + [[_text(cell) for cell in row] for row in rows]
     widths = [max(text.cell_len for text in column) for column in zip(*texts, strict=True)]
     shown = [n for n, wide in enumerate(widths) if n == 0 or any(text[n].plain for text in texts[1:]) or not rows]
     least = min(widths[0], 12)

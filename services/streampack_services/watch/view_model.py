@@ -254,8 +254,8 @@ def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
         upto = end - (columns - 1 - column) * width
         last = bisect_left(times, upto + 1e-9) - 1
         first = max(bisect_left(times, upto - max(width, SMOOTH_S)), 0)
-        known = last > first and times[last] > upto - max(width, SMOOTH_S)
-        rates.append((points[last][1] - points[first][1]) / (times[last] - times[first]) if known else None)
+        is_known = last > first and times[last] > upto - max(width, SMOOTH_S)
+        rates.append((points[last][1] - points[first][1]) / (times[last] - times[first]) if is_known else None)
     return rates
 
 

@@ -74,16 +74,16 @@ SAMPLE_BYTES: Mapping[str, int] = {
 MEDIA_BYTES: Mapping[str, int] = dict.fromkeys(STEP_COLUMNS, 4)
 """Bytes of a sample in each column of ``MediaColumns``."""
 _OF_SAMPLES = {**SAMPLE_BYTES, **MEDIA_BYTES}
-IN_PACKS = tuple(each.column for each in BY_RULES.values() if each.in_packs is not None)
+IN_PACKS = tuple(column.column for column in BY_RULES.values() if column.in_packs is not None)
 """Attributes of a pack with a number for each of its samples, [num_samples]; None in runs without the column."""
 
 
 def columns_by_rules(rules: Rules, table: SampleTable, handles: I64) -> dict[str, bytes]:
     """Return the columns of samples that the rules ask for; ``handles`` int64 [n]."""
     return {
-        name: getattr(table, each.column)[handles].astype("<u4").tobytes()
-        for name, each in BY_RULES.items()
-        if each.is_there(rules)
+        name: getattr(table, column.column)[handles].astype("<u4").tobytes()
+        for name, column in BY_RULES.items()
+        if column.is_there(rules)
     }
 
 
@@ -114,4 +114,4 @@ def cut(columns: StepColumns, packs: tuple[int, int], samples: tuple[int, int]) 
 
 def joined(cuts: Sequence[StepColumns]) -> dict[str, bytes]:
     """Return the columns of several cuts of the same step, one after another."""
-    return {name: b"".join(each[name] for each in cuts) for name in cuts[0]}
+    return {name: b"".join(cut[name] for cut in cuts) for name in cuts[0]}

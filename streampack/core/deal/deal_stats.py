@@ -43,9 +43,9 @@ class RankCosts:
 
         The lists hold at most ``MOST_SHOWN`` micro-batches. A rank that the step was not dealt to has an empty list.
         """
-        known = [rank for rank in ranks if rank < self._dealt.shape[1]]
-        costs = self._costs[self._dealt[:MOST_SHOWN, known]] / self._mean
-        by_rank = dict(zip(known, costs.round(3).T.tolist(), strict=True))
+        dealt = [rank for rank in ranks if rank < self._dealt.shape[1]]
+        costs = self._costs[self._dealt[:MOST_SHOWN, dealt]] / self._mean
+        by_rank = dict(zip(dealt, costs.round(3).T.tolist(), strict=True))
         return [by_rank.get(rank, []) for rank in ranks]
 
     def means(self) -> F64:

@@ -188,7 +188,7 @@ def lease_of(terms: StreamTerms, rules: Rules, partition: int, max_sample_tokens
     return Lease(
         stream=terms.name, partition=partition, partitions=terms.partitions, first_seq=0, cursor=None,
         seed=rules.seed, passes=terms.passes, dtype=rules.tokens,
-        fields=tuple(each for each in rules.fields if not (terms.late and each.late)),
+        fields=tuple(field for field in rules.fields if not (terms.late and field.late)),
         late_fields=rules.late_fields if terms.late else msgspec.UNSET,
         paced=rules.paces or msgspec.UNSET, overlong=terms.overlong, poison=terms.poison,
         max_sample_tokens=terms.limit if terms.overlong == "error" else max_sample_tokens,

@@ -54,14 +54,14 @@ class KeyIndex:
 
         A sample is dropped if its key is known, or if the chunk is of an earlier write.
         """
-        each = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-        repeated = np.ones(len(each), np.bool_)
+        digests = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        repeated = np.ones(len(digests), np.bool_)
         if write < self.write:
             return repeated
-        known = self._known
-        for i, key in enumerate(each):
-            if key not in known:
-                known.add(key)
+        index = self._known
+        for i, key in enumerate(digests):
+            if key not in index:
+                index.add(key)
                 repeated[i] = False
         self._kept.append((lsn, keys))
         return repeated

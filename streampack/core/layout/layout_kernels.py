@@ -44,7 +44,7 @@ def lay_out(
     first_sample[0] = first_segment[0] = 0
     for pack in range(len(counts)):
         to = segment + pack
-        cu_seqlens[to] = cu_seqlens_padded[to] = at = held = widest[pack] = 0
+        cu_seqlens[to] = cu_seqlens_padded[to] = at = real_tokens = widest[pack] = 0
         for i in range(counts[pack] + 1):
             if i < counts[pack]:
                 length = lengths[sample]
@@ -60,11 +60,11 @@ def lay_out(
                 return -1
             real[segment], start[segment], stop[segment] = length, at, at + slot
             at += slot
-            held += length
+            real_tokens += length
             widest[pack] = max(widest[pack], slot)
             segment += 1
             to += 1
-            cu_seqlens[to], cu_seqlens_padded[to] = held, at
+            cu_seqlens[to], cu_seqlens_padded[to] = real_tokens, at
         first_sample[pack + 1], first_segment[pack + 1] = sample, segment
     return segment
 
@@ -95,7 +95,7 @@ def derive(
     at = 0
     for i in range(len(size)):
         first, count = offset[i], size[i]
-        held = min(max(real[i] - first, 0), count)
+        num_real = min(max(real[i] - first, 0), count)
         # Views that begin at 0: loops over them are vectorized, over ``at + j`` they are not.
         token, following = tokens[at : at + count], tokens[at + 1 : at + count]
         ids, label = input_ids[at : at + count], labels[at : at + count]
@@ -104,18 +104,18 @@ def derive(
             ids[j] = token[j]
         for j in range(count):
             position[j] = first + j
-        for j in range(held):
+        for j in range(num_real):
             padding[j] = False
-        for j in range(held, count):
+        for j in range(num_real, count):
             padding[j] = True
             label[j] = IGNORE_INDEX
-        if not labeled and held > 0:
-            for j in range(held - 1):
+        if not labeled and num_real > 0:
+            for j in range(num_real - 1):
                 label[j] = following[j]
-            label[held - 1] = IGNORE_INDEX if first + held == real[i] else edges[i]
+            label[num_real - 1] = IGNORE_INDEX if first + num_real == real[i] else edges[i]
         if len(counted):
             count_it = counted[at : at + count]
-            for j in range(held):
+            for j in range(num_real):
                 if count_it[j] == 0:
                     label[j] = IGNORE_INDEX
         at += count

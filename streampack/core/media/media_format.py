@@ -50,8 +50,8 @@ class DecodedMedia(NamedTuple):
 def num_bytes(fields: Sequence[Field], items: int, patches: int) -> int:
     """Return the bytes of a sample's media without the references themselves; 0 without items."""
     of = {"item": items, "patch": patches}
-    each = (4 * items if field.is_reference else of[field.axis] * field.value_bytes for field in fields)
-    return 4 * items + sum(each) if items else 0
+    size = (4 * items if field.is_reference else of[field.axis] * field.value_bytes for field in fields)
+    return 4 * items + sum(size) if items else 0
 
 
 def encode(fields: Sequence[Field], patches: NDArray[Any], values: Mapping[str, NDArray[Any]]) -> bytes:
@@ -68,7 +68,7 @@ def encode(fields: Sequence[Field], patches: NDArray[Any], values: Mapping[str, 
     for field in fields:
         if field.is_reference:
             data = list(values[field.name])
-            parts += [np.array([len(each) for each in data], "<u4").tobytes(), *data]
+            parts += [np.array([len(item) for item in data], "<u4").tobytes(), *data]
         else:
             parts.append(np.ascontiguousarray(values[field.name], field.storage).tobytes())
     return b"".join(parts)
@@ -114,7 +114,7 @@ def decode(fields: Sequence[Field], data: Sequence[Any], items: I64) -> DecodedM
     Raises:
         ValueError: The bytes of a sample do not fit its items and the fields.
     """
-    samples = [(check(fields, each, count), each) for each, count in zip(data, items.tolist(), strict=True) if count]
+    samples = [(check(fields, item, count), item) for item, count in zip(data, items.tolist(), strict=True) if count]
     patches = np.concatenate([counts for counts, _ in samples]) if samples else np.zeros(0, np.int64)
     values: dict[str, NDArray[Any]] = {}
     totals = {"item": len(patches), "patch": int(patches.sum())}
@@ -123,22 +123,22 @@ def decode(fields: Sequence[Field], data: Sequence[Any], items: I64) -> DecodedM
         if field.is_reference:
             references = np.empty(len(patches), object)
             place = 0
-            for number, (counts, each) in enumerate(samples):
+            for number, (counts, item) in enumerate(samples):
                 begin, k = offsets[number], len(counts)
-                sizes = np.frombuffer(each, "<u4", k, begin).astype(np.int64)
+                sizes = np.frombuffer(item, "<u4", k, begin).astype(np.int64)
                 ends = begin + 4 * k + np.cumsum(sizes)
                 for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True):
-                    references[place] = bytes(each[start:end])
+                    references[place] = bytes(item[start:end])
                     place += 1
                 offsets[number] = int(ends[-1])
             values[field.name] = references
             continue
         to = np.empty((totals[field.axis], *field.shape), field.storage)
         flat, at = to.reshape(-1).view(np.uint8), 0
-        for number, (counts, each) in enumerate(samples):
+        for number, (counts, item) in enumerate(samples):
             size = field.value_bytes * (len(counts) if field.axis == "item" else int(counts.sum()))
             begin = offsets[number]
-            flat[at : at + size] = np.frombuffer(each, np.uint8, size, begin)
+            flat[at : at + size] = np.frombuffer(item, np.uint8, size, begin)
             at, offsets[number] = at + size, begin + size
         values[field.name] = to
     return DecodedMedia(patches, values)

@@ -55,26 +55,26 @@ class Reference(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
         return msgspec.json.encode(self)
 
 
-def reference_of(given: Any) -> Reference:
+def reference_of(value: Any) -> Reference:
     """Return a reference that a program gives.
 
     Args:
-        given: A ``Reference``, a dict with its attributes, its uri alone, or the bytes of the item. Or a dict with the
+        value: A ``Reference``, a dict with its attributes, its uri alone, or the bytes of the item. Or a dict with the
             keys ``bytes`` and ``path``, as Hugging Face datasets store images: the bytes count, else the path.
 
     Raises:
         ValueError: It is anything else.
     """
-    if isinstance(given, Mapping) and given and given.keys() <= {"bytes", "path"}:
-        if given.get("bytes") is not None:
-            return _inline(given["bytes"])
-        given = {"uri": given.get("path")}
-    if isinstance(given, bytes | bytearray | memoryview):
-        return _inline(given)
-    if isinstance(given, Reference):
-        return msgspec.convert(msgspec.to_builtins(given), Reference)  # the constructor does not check
+    if isinstance(value, Mapping) and value and value.keys() <= {"bytes", "path"}:
+        if value.get("bytes") is not None:
+            return _inline(value["bytes"])
+        value = {"uri": value.get("path")}
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _inline(value)
+    if isinstance(value, Reference):
+        return msgspec.convert(msgspec.to_builtins(value), Reference)  # the constructor does not check
     try:
-        return msgspec.convert({"uri": given} if isinstance(given, str) else given, Reference)
+        return msgspec.convert({"uri": value} if isinstance(value, str) else value, Reference)
     except msgspec.ValidationError as error:
         raise ValueError(f"got a reference that is not valid: {error}") from None
 

@@ -124,12 +124,12 @@ class Arrival(Queues):
         Raises ValueError if samples before ``first_seq`` are missing.
         """
         self._extend(partition + 1)
-        known, stop = self._scripted[partition], first_seq + count
-        if first_seq > known:
+        scripted, stop = self._scripted[partition], first_seq + count
+        if first_seq > scripted:
             raise ValueError(
-                f"got sample {first_seq} of partition {partition} in the script, expected sample {known} next"
+                f"got sample {first_seq} of partition {partition} in the script, expected sample {scripted} next"
             )
-        if stop > known:
+        if stop > scripted:
             self._script.add(partition, stop)
             self._scripted[partition] = stop
 
@@ -225,8 +225,8 @@ class Arrival(Queues):
     def _extend(self, count: int) -> None:
         """Extend the counters and the script to at least ``count`` partitions."""
         more = max(count - len(self._barriers_pushed), 0)
-        for each in (self._passed, self._barriers_pushed, self._pushed, self._scripted):
-            each += [0] * more
+        for column in (self._passed, self._barriers_pushed, self._pushed, self._scripted):
+            column += [0] * more
         self._script.grow(more)
 
     def _awaited(self) -> int:

@@ -51,25 +51,25 @@ def entries(partitions: int, block: int) -> Entries:
     return Entries(head, tail, first, last, np.zeros((0, block, 3), np.int32), np.zeros(0, np.int64), free)
 
 
-def with_room(given: Entries, partition: int, count: int) -> Entries:
+def with_room(old: Entries, partition: int, count: int) -> Entries:
     """Return the queues, with more blocks if needed, so that ``count`` entries can be pushed to ``partition``."""
-    blocks, block, _ = given.entry.shape
-    tail = int(given.tail[partition])
-    missing = -(-(tail + count) // block) + (-tail // block) - int(given.free[1])
+    blocks, block, _ = old.entry.shape
+    tail = int(old.tail[partition])
+    missing = -(-(tail + count) // block) + (-tail // block) - int(old.free[1])
     if missing <= 0:
-        return given
+        return old
     total = blocks + max(missing, blocks)
     entry = np.zeros((total, block, 3), np.int32)  # the system gives memory when it is first written to
-    entry[:blocks] = given.entry
+    entry[:blocks] = old.entry
     after = np.arange(1, total + 1)
-    after[:blocks] = given.after
-    after[-1] = given.free[0]
-    free = np.array([blocks, int(given.free[1]) + total - blocks], np.int64)
-    return given._replace(entry=entry, after=after, free=free)
+    after[:blocks] = old.after
+    after[-1] = old.free[0]
+    free = np.array([blocks, int(old.free[1]) + total - blocks], np.int64)
+    return old._replace(entry=entry, after=after, free=free)
 
 
-def with_partitions(given: Entries, count: int) -> Entries:
+def with_partitions(old: Entries, count: int) -> Entries:
     """Return the queues with empty queues appended, so that there are ``count`` partitions."""
-    more = entries(count - len(given.head), 1)
-    columns = {name: np.concatenate([getattr(given, name), getattr(more, name)]) for name in Entries._fields[:4]}
-    return given._replace(**columns)
+    more = entries(count - len(old.head), 1)
+    columns = {name: np.concatenate([getattr(old, name), getattr(more, name)]) for name in Entries._fields[:4]}
+    return old._replace(**columns)

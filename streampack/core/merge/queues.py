@@ -149,13 +149,13 @@ class Queues:
         Returns the handles of the entries dropped with the removed streams, int64 [n]. Raises ValueError if a known
         stream's number of partitions differs, or for a new stream between two passes.
         """
-        known = np.diff(self._first).tolist()
-        if list(partitions[: len(known)]) != known:
+        counts = np.diff(self._first).tolist()
+        if list(partitions[: len(counts)]) != counts:
             raise ValueError(
-                f"got streams with {list(partitions)} partitions, expected a list that begins with {known}, because "
+                f"got streams with {list(partitions)} partitions, expected a list that begins with {counts}, because "
                 f"known streams keep their partitions"
             )
-        if len(partitions) > len(known) and not self.may_grow:
+        if len(partitions) > len(counts) and not self.may_grow:
             raise ValueError(
                 "got a new stream between two passes, expected the new stream after the first merged sample of a pass"
             )

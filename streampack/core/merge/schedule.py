@@ -100,7 +100,7 @@ class Merge(Queues):
         self.pause(paused)
         self._removed = np.array(weights) == 0
         gives = ~self._removed & ~np.isin(np.arange(len(weights)), paused)
-        left = [weight for weight, each in zip(weights, gives.tolist(), strict=True) if each]
+        left = [weight for weight, is_giving in zip(weights, gives.tolist(), strict=True) if is_giving]
         self._stride = np.zeros(len(weights), np.int64)
         self._stride[gives] = strides(left) if left else 0
         self._stops = np.isin(np.arange(len(weights)), stops)
@@ -150,8 +150,8 @@ class Merge(Queues):
             ValueError: A weight is not allowed, a removed stream comes back, or a stream is added between two passes.
                 The merge is then unchanged.
         """
-        old, known, removed = self._stride, len(self._stride), _removed(weights)
-        back = [s for s in range(known) if self._removed[s] and weights[s]]
+        old, num_streams, removed = self._stride, len(self._stride), _removed(weights)
+        back = [s for s in range(num_streams) if self._removed[s] and weights[s]]
         if back:
             raise ValueError(
                 f"got a weight for stream {back[0]}, expected 0, because the stream was removed. Add a new stream "
@@ -165,9 +165,9 @@ class Merge(Queues):
         clock = self._start.copy()
         if not self._fresh:
             leads = zip(self._clock.tolist(), self._stride.tolist(), old.tolist(), strict=False)
-            clock[:known] = [lead * new // was if was else 0 for lead, new, was in leads]
-            clock[known:] = 0
-        more = len(weights) - known
+            clock[:num_streams] = [lead * new // was if was else 0 for lead, new, was in leads]
+            clock[num_streams:] = 0
+        more = len(weights) - num_streams
         self._clock, self._turn = clock, np.concatenate([self._turn, np.zeros(more, np.int64)])
         self._paused = np.concatenate([self._paused, np.zeros(more, np.bool_)])
         resumed = np.concatenate([old == 0, np.ones(more, np.bool_)])
@@ -204,8 +204,8 @@ class Merge(Queues):
         """
         columns = (self._clock, self._turn, self._live, self._ended, self.merged_samples, self.merged_tokens)
         *values, at_barrier, self._stopped, self._fresh, self._passes = msgspec.structs.astuple(state)
-        for column, each in zip(columns, values, strict=True):
-            column[:] = each
+        for column, value in zip(columns, values, strict=True):
+            column[:] = value
         self._stuck = False
         self._put_in_order()
         for partition in np.flatnonzero(at_barrier).tolist():

@@ -220,11 +220,11 @@ class Rules(
                     f"got the field {field.name} beside fields of axis item or patch, expected another name, because "
                     f"packs have their own value with this name then"
                 )
-        for key, given in (
+        for key, setting in (
             ("share: prefix", self.share is not None),
             ("padded: true", self.padded),
         ):
-            if given:
+            if setting:
                 raise ValueError(f"got `{key}` with fields of axis item or patch, which do not go together yet")
         if self.limits is not None and self.packer not in LIMITED_PACKERS:
             raise ValueError(
@@ -278,17 +278,17 @@ class Rules(
         joint = self.balance.kind == "joint"
         name = "joint" if joint else self.packer
         has = parameters_of(name)
-        given = {key: value for key in PACKER_KEYS if (value := getattr(self, key)) is not None}
-        for unknown in sorted(given.keys() - set(has)):
-            known = ", ".join(key for key in PACKER_KEYS if key in has) or "none"
+        values = {key: value for key in PACKER_KEYS if (value := getattr(self, key)) is not None}
+        for unknown in sorted(values.keys() - set(has)):
+            names = ", ".join(key for key in PACKER_KEYS if key in has) or "none"
             raise ValueError(
-                f"got `{unknown}: {given[unknown]}` with `{'balance.kind' if joint else 'packer'}: {name}`, expected "
-                f"only these keys: {known}"
+                f"got `{unknown}: {values[unknown]}` with `{'balance.kind' if joint else 'packer'}: {name}`, expected "
+                f"only these keys: {names}"
             )
         own: dict[str, Any] = {"seed": self.seed, "in_turn": self.in_turn}
         own = {key: value for key, value in own.items() if key in has}
         own |= {"group": self.balance.group, "patience": self.balance.patience} if joint else {}
-        return make_packer(name, **given, **own)
+        return make_packer(name, **values, **own)
 
     @property
     def max_window(self) -> int:
@@ -469,7 +469,7 @@ def _with_all_keys(value: object) -> object:
     if isinstance(value, Struct):
         return {name: _with_all_keys(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, tuple):
-        return [_with_all_keys(each) for each in value]
+        return [_with_all_keys(item) for item in value]
     return "left out" if value is UNSET else value
 
 
@@ -479,7 +479,7 @@ def _find_difference(got: object, expected: object, path: str) -> str:
         differences = (_find_difference(got[key], expected[key], f"{path}.{key}") for key in got)
         return next(filter(None, differences), "")
     if isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
-        names = [each.get("name", at) if isinstance(each, dict) else at for at, each in enumerate(expected)]
+        names = [item.get("name", at) if isinstance(item, dict) else at for at, item in enumerate(expected)]
         every = zip(got, expected, names, strict=True)
         return next(filter(None, (_find_difference(one, other, f"{path}.{name}") for one, other, name in every)), "")
     if got == expected:
@@ -489,6 +489,6 @@ def _find_difference(got: object, expected: object, path: str) -> str:
 
 def _short(value: object) -> str:
     """Return a short text of ``value``: names for a list of named things, else up to 80 characters."""
-    if isinstance(value, list) and all(isinstance(each, dict) and "name" in each for each in value):
-        return ", ".join(str(each["name"]) for each in value) or "none"
+    if isinstance(value, list) and all(isinstance(item, dict) and "name" in item for item in value):
+        return ", ".join(str(item["name"]) for item in value) or "none"
     return str(value)[:80]

@@ -37,9 +37,9 @@ _EVERY: tuple[Packer, ...] = (
     KarmarkarKarp(),
     Unpacked(),
 )
-PACKERS: Mapping[str, Packer] = MappingProxyType({each.name: each for each in _EVERY})
+PACKERS: Mapping[str, Packer] = MappingProxyType({packer.name: packer for packer in _EVERY})
 """Every packer by name, with default parameters."""
-PACKER_NAMES = tuple(each.name for each in _EVERY if each.config_key == "packer")
+PACKER_NAMES = tuple(packer.name for packer in _EVERY if packer.config_key == "packer")
 """Packers that the rule ``packer`` may name."""
 LIMITED_PACKERS = tuple(name for name in PACKER_NAMES if PACKERS[name].keeps_limits)
 """The packers of these that keep limits in other units than tokens."""
@@ -54,10 +54,10 @@ def make_packer(name: str, **parameters: Any) -> Packer:
 
     Raises ConfigError for an unknown packer or parameter (the error lists the known names), or for a wrong type.
     """
-    known = parameters_of(name)
-    for unknown in sorted(parameters.keys() - known):
+    names = parameters_of(name)
+    for unknown in sorted(parameters.keys() - names):
         raise ConfigError(
-            f"packer {name}: got the parameter {unknown!r}, expected {' or '.join(known) or 'no parameter'}"
+            f"packer {name}: got the parameter {unknown!r}, expected {' or '.join(names) or 'no parameter'}"
         )
     for key, value in parameters.items():
         usual = getattr(PACKERS[name], key)

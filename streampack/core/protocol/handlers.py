@@ -79,5 +79,5 @@ class Handlers(dict[type, Callable[Concatenate[Any, Any, Context], Result]], Gen
                 self[kind] = self[base]
                 return self[base]
         raise InternalError(
-            f"got {kind.__name__}, expected one of: {', '.join(sorted(known.__name__ for known in self))}"
+            f"got {kind.__name__}, expected one of: {', '.join(sorted(other.__name__ for other in self))}"
         )

@@ -49,8 +49,8 @@ class _Pending:
         """Add a part. Parts that belong to another mesh than the newest attempt are dropped."""
         if record.attempt >= self.attempt:
             self.attempt = record.attempt
-            self.parts = {part: known for part, known in self.parts.items() if known[1].parts == record.parts}
-        elif any(known.parts != record.parts for _, known in self.parts.values()):
+            self.parts = {part: stored for part, stored in self.parts.items() if stored[1].parts == record.parts}
+        elif any(stored.parts != record.parts for _, stored in self.parts.values()):
             return
         self.parts[record.part] = lsn, record
 
@@ -98,9 +98,9 @@ class PendingSteps:
     def may_add(self, key: Key) -> bool:
         """Return whether the set of names is known for this step, or the step may have a further set."""
         lineage, step, names = key
-        known = {pending[2] for pending in self._steps if pending[:2] == key[:2]}
-        known |= {done for of, done in self._done if of == lineage and self._is_done((lineage, step, done))}
-        return len(known) < MOST_NAMES or names in known
+        lineages = {pending[2] for pending in self._steps if pending[:2] == key[:2]}
+        lineages |= {done for of, done in self._done if of == lineage and self._is_done((lineage, step, done))}
+        return len(lineages) < MOST_NAMES or names in lineages
 
     def add(self, lsn: int, record: ValuesReported) -> Parts | None:
         """Add a recorded part, also one of an earlier broker; return all parts if they are complete now."""
@@ -147,7 +147,7 @@ class PendingSteps:
     def forget_below(self, lsn: int) -> None:
         """Forget the parts with records below ``lsn``: these records were deleted from the log."""
         for key, pending in list(self._steps.items()):
-            pending.parts = {part: known for part, known in pending.parts.items() if known[0] >= lsn}
+            pending.parts = {part: stored for part, stored in pending.parts.items() if stored[0] >= lsn}
             if not pending.parts:
                 del self._steps[key]
         self.num_bytes = sum(pending.num_bytes for pending in self._steps.values())

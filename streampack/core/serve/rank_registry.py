@@ -202,7 +202,7 @@ class RankRegistry:
 
     def names_of(self, ranks: Iterable[Ranks], count: int) -> str:
         """Return a text that names the first 8 of ``count`` ranks, each with the host:pid of its last reader."""
-        names = [self._describe(each) for each in islice(ranks, 8)]
+        names = [self._describe(rank) for rank in islice(ranks, 8)]
         return "; ".join(names) + (f" and {count - len(names)} more" if count > len(names) else "")
 
     def _describe(self, ranks: Ranks) -> str:

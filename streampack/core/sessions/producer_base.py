@@ -236,8 +236,8 @@ class Sender(ABC):
         effects: list[Effect] = []
         if envelope.epoch > self.epoch:
             effects += self._forget_sessions()
-            known, self.epoch = self.epoch, envelope.epoch
-            if known:
+            last_epoch, self.epoch = self.epoch, envelope.epoch
+            if last_epoch:
                 effects += [Report("info", "the broker was restarted"), self._hello()]
         message = envelope.message
         return effects + self._messages[type(message)](self, message, envelope.fence)

@@ -177,8 +177,8 @@ class ProducerSession(Sender):
         if self._last_session.get(key, (0, 0)) >= session:
             return []
         self._last_session[key] = session
-        known = self.held.get(key)
-        effects = [self._close_lease(key, known)] if known is not None else []
+        old_lease = self.held.get(key)
+        effects = [self._close_lease(key, old_lease)] if old_lease is not None else []
         self.held[key] = HeldLease(lease, session, lease.first_seq, SendWindow(lease.first_seq))
         return [*effects, Read(lease, session, lease.first_seq)]
 

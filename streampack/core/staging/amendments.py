@@ -58,17 +58,17 @@ def parse_amend(
     fields = _fields_of(message, payload, staged)
     if max(seqs) >= staged.next_seq and not ended:
         return None
-    given = list(_values_of(message, payload, fields, _lengths_of(message, seqs, staged)))
+    received = list(_values_of(message, payload, fields, _lengths_of(message, seqs, staged)))
     refused, other = {seq: ENDED for seq in seqs if seq >= staged.next_seq}, ""
     if message.process != ANY_PROCESS:
         refused |= {seq: LOST for seq in seqs if staged.sender(seq) not in (None, message.process)}
-    for value in given:
+    for value in received:
         crc = staged.crc(value.seq, value.name)
         if crc not in (None, value.crc):
             refused.setdefault(value.seq, OTHER_VALUE if crc else DEFAULT_USED)
             other = other or value.name
     waiting = {seq for seq in seqs if seq not in refused and staged.waits(seq)}
-    values = [each for each in given if each.seq in waiting and staged.crc(each.seq, each.name) is None]
+    values = [value for value in received if value.seq in waiting and staged.crc(value.seq, value.name) is None]
     return Amendments(values, seqs, refused, other)
 
 
@@ -78,13 +78,15 @@ def _values_of(
     """Yield the values in a message. Raises ``Refused`` for a frame that has not the bytes of its samples' values."""
     seqs = _seqs_of(message)
     crcs = np.frombuffer(message.crcs_u32, "<u4").reshape(len(fields), len(seqs))
-    for each, frame, column in zip(fields, payload, crcs.tolist(), strict=True):
-        sizes = [each.value_bytes * (length if each.axis == "token" else 1) for length in lengths]
+    for late_field, frame, column in zip(fields, payload, crcs.tolist(), strict=True):
+        sizes = [late_field.value_bytes * (length if late_field.axis == "token" else 1) for length in lengths]
         data, at = memoryview(frame).cast("B"), 0
         if len(data) != sum(sizes):
-            raise Refused(f"got {len(data)} bytes of {each.name}, expected {sum(sizes)} bytes for the given samples")
+            raise Refused(
+                f"got {len(data)} bytes of {late_field.name}, expected {sum(sizes)} bytes for the given samples"
+            )
         for seq, size, crc in zip(seqs, sizes, column, strict=True):
-            yield LateValue(seq, each.name, crc, bytes(data[at : at + size]))
+            yield LateValue(seq, late_field.name, crc, bytes(data[at : at + size]))
             at += size
 
 
@@ -120,8 +122,8 @@ def _lengths_of(message: Amend, seqs: list[int], staged: StagedPartition) -> lis
     columns = b"" if message.lengths_u32 is UNSET else message.lengths_u32
     if len(columns) != 4 * len(seqs) * by_token:
         raise Refused(f"got {len(columns)} bytes of lengths, expected {4 * len(seqs) * by_token}")
-    given: list[int] = np.frombuffer(columns, "<u4").tolist() if by_token else [0] * len(seqs)
-    for seq, length in zip(seqs, given, strict=True):
+    lengths: list[int] = np.frombuffer(columns, "<u4").tolist() if by_token else [0] * len(seqs)
+    for seq, length in zip(seqs, lengths, strict=True):
         place = staged.find(seq)
         if place is None or message.process not in (ANY_PROCESS, place.chunk.process):
             continue
@@ -129,4 +131,4 @@ def _lengths_of(message: Amend, seqs: list[int], staged: StagedPartition) -> lis
         if by_token and length != expected and expected:
             where = f"stream {staged.stream!r} partition {staged.partition} sample {seq}"
             raise Refused(f"{where}: got {length} values, expected {expected}, one per token")
-    return given
+    return lengths

@@ -87,7 +87,7 @@ def contradiction(reasons: Mapping[int, str], field: str) -> str:
         field: Name of a field that has another value already.
     """
     numbers = by_reason(reasons)
-    for reason in (each for each in CONTRADICTIONS if each in numbers):
+    for reason in (reason for reason in CONTRADICTIONS if reason in numbers):
         first, *others = numbers[reason]
         return f"sample {first}{f' and {len(others)} more' if others else ''}: {REASONS[reason].format(field=field)}"
     return ""

@@ -148,7 +148,7 @@ class StagedChunk:
         """Return the names of the late fields of sample ``at`` that have not come. A rejected sample lacks none."""
         if not self.lengths[at]:
             return []
-        return [each.name for each in late if each.name not in self.crcs or self.crcs[each.name][at] is None]
+        return [field.name for field in late if field.name not in self.crcs or self.crcs[field.name][at] is None]
 
     def put(self, name: str, at: int, value: bytes | None, crc: int) -> None:
         """Set the value of a late field of sample ``at``; None for bytes that are still in the log."""
@@ -234,7 +234,7 @@ class StagedChunk:
         message = self._message(
             base_seq, rows, lengths_u32=none, crcs_u32=none, loss_tokens_u32=none, rejected=rejected
         )  # fmt: skip
-        frames = (bytes(each.value_bytes * count) if each.axis == "sample" else b"" for each in fields)
+        frames = (bytes(field.value_bytes * count) if field.axis == "sample" else b"" for field in fields)
         media = (bytes(MEDIA_COUNT_BYTES * count), b"") if self.has_extra else ()
         return Complete(message, (b"", *frames, *media), rows + self.base_seq)
 
@@ -246,7 +246,7 @@ class StagedChunk:
 
     def _crc(self, fields: Sequence[Field], at: int) -> int:
         """Return the checksum of a complete sample."""
-        columns = [self.crcs[each.name] for each in fields if each.late and each.name in self.crcs]
+        columns = [self.crcs[field.name] for field in fields if field.late and field.name in self.crcs]
         late = np.array([column[at] or 0 for column in columns], "<u4")
         return zlib.crc32(late.tobytes(), int(np.frombuffer(self.record.crcs_u32, "<u4")[at]))
 
@@ -255,13 +255,13 @@ class StagedChunk:
         tokens, *sent = self._sent_frames(rows)
         frames, sent_frames = [tokens], iter(sent)
         every = range(len(self.lengths)) if rows is None else rows.tolist()
-        for each in fields:
-            by_sample = each.axis == "sample"
-            if not each.late:
+        for late_field in fields:
+            by_sample = late_field.axis == "sample"
+            if not late_field.late:
                 frames.append(next(sent_frames))
                 continue
-            values = self.values.get(each.name, [None] * len(self.lengths))
-            none = bytes(each.value_bytes) if by_sample else b""  # of a rejected sample
+            values = self.values.get(late_field.name, [None] * len(self.lengths))
+            none = bytes(late_field.value_bytes) if by_sample else b""  # of a rejected sample
             frames.append(b"".join(none if (value := values[at]) is None else value for at in every))
         return (*frames, *sent_frames)
 
@@ -276,7 +276,7 @@ class StagedChunk:
         sizes = [ones if by_sample else lengths for by_sample in kinds]
         if self._extra_sizes is not None:
             sizes += [ones, self._extra_sizes[stored]]
-        return [_rows_of(frame, each, places) for frame, each in zip(self.payload, sizes, strict=True)]
+        return [_rows_of(frame, rows, places) for frame, rows in zip(self.payload, sizes, strict=True)]
 
 
 def _rows_of(frame: Any, sizes: I64, rows: I64) -> bytes:

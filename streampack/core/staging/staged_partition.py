@@ -78,8 +78,8 @@ class StagedPartition:
     """(number of the first sample, process) of each process that sent samples; the oldest first."""
 
     def __post_init__(self) -> None:
-        self.late = tuple(each for each in self.fields if each.late)
-        self.by_sample = tuple(each.axis == "sample" for each in self.fields if not each.late)
+        self.late = tuple(field for field in self.fields if field.late)
+        self.by_sample = tuple(field.axis == "sample" for field in self.fields if not field.late)
 
     @property
     def num_left(self) -> int:
@@ -104,12 +104,12 @@ class StagedPartition:
     @property
     def first_lsn(self) -> int:
         """Log sequence number of the first record that is needed; ``NOWHERE`` if there is none."""
-        lsns = [each.lsn for each in self.chunks[:1]] + [lsn for lsn, _ in [*self.marks][:1]]
+        lsns = [chunk.lsn for chunk in self.chunks[:1]] + [lsn for lsn, _ in [*self.marks][:1]]
         return min([*lsns, *([self.end[0]] if self.end is not None and not self.ended else [])], default=NOWHERE)
 
     def incomplete(self) -> list[InFlight]:
         """Return the samples that wait for values, by chunk."""
-        return [InFlight(each.version, len(each.waiting), "") for each in self.chunks if len(each.waiting)]
+        return [InFlight(chunk.version, len(chunk.waiting), "") for chunk in self.chunks if len(chunk.waiting)]
 
     def oldest(self) -> tuple[float, list[str]] | None:
         """Return since when the oldest sample waits, and the fields that it lacks; None if no sample waits."""
@@ -203,9 +203,10 @@ class StagedPartition:
         """Return the complete chunk of the oldest policy, as (version, LSN, chunk); None if there is none."""
         number = self.marks[0][1].number if self.marks else self.num_marks
         complete = [
-            (each.version, each.lsn, each) for each in self._complete if each.batch <= number and not each.is_dropped
+            (chunk.version, chunk.lsn, chunk)
+            for chunk in self._complete if chunk.batch <= number and not chunk.is_dropped
         ]  # fmt: skip
-        return min(complete, key=lambda each: each[:2], default=None)
+        return min(complete, key=lambda entry: entry[:2], default=None)
 
     def _take_from(self, chunk: StagedChunk, base_seq: int) -> Complete:
         """Take samples of a chunk, and forget the chunk once all of its samples are admitted."""

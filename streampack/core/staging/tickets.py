@@ -148,11 +148,11 @@ class Tickets:
             filled: Samples that the next step has already.
             size: Number of the newer samples, which are admitted together.
         """
-        before = sorted(each for each in (*self.generated(), *incomplete) if each.version < candidate)
+        before = sorted(older for older in (*self.generated(), *incomplete) if older.version < candidate)
         count = 0
-        for each in before:
-            count += each.samples
-            if count + size > self.samples * (each.version + self.lag - policy + 1) - filled:
+        for older in before:
+            count += older.samples
+            if count + size > self.samples * (older.version + self.lag - policy + 1) - filled:
                 return before[0]
         return None
 

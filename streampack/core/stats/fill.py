@@ -90,8 +90,8 @@ def of_budgets(moments: Mapping[int, tuple[int, int, int]]) -> Figures:
     if not packs:
         return Figures()
     utilization = tokens / sum(count * budget for budget, (count, _, _) in moments.items())
-    minimum = sum(-(-each // budget) for budget, (_, each, _) in moments.items())
-    fill = sum(each / budget for budget, (_, each, _) in moments.items())
+    minimum = sum(-(-total // budget) for budget, (_, total, _) in moments.items())
+    fill = sum(total / budget for budget, (_, total, _) in moments.items())
     square_fill = sum(squares / budget**2 for budget, (_, _, squares) in moments.items())
     return Figures(
         packs=packs, tokens=tokens, utilization=utilization, waste_ratio=1 - utilization,

@@ -51,7 +51,7 @@ def _group(pattern: str, at: int) -> tuple[list[str], int]:
     names = _range(pattern[at:end])
     if names is None and len(alternatives) == 1:
         names = ["{" + name + "}" for name in alternatives[0]]
-    return names or [name for each in alternatives for name in each], end + 1
+    return names or [name for names_of in alternatives for name in names_of], end + 1
 
 
 def _range(text: str) -> list[str] | None:
@@ -60,11 +60,11 @@ def _range(text: str) -> list[str] | None:
     if match is None or match[1].isalpha() != match[2].isalpha():
         return None
     letters = match[1].isalpha()
-    first, last = (ord(each) if letters else int(each) for each in match.group(1, 2))
+    first, last = (ord(text) if letters else int(text) for text in match.group(1, 2))
     increment = abs(int(match[3] or 1)) or 1
     numbers = range(first, last + 1, increment) if first <= last else range(first, last - 1, -increment)
     if letters:
-        return [chr(each) for each in numbers]
-    padded = any(re.match("-?0.", each) for each in match.group(1, 2))
+        return [chr(number) for number in numbers]
+    padded = any(re.match("-?0.", text) for text in match.group(1, 2))
     width = max(len(match[1]), len(match[2])) if padded else 0
-    return [str(each).zfill(width) for each in numbers]
+    return [str(number).zfill(width) for number in numbers]

@@ -97,13 +97,15 @@ def compression_of(file: ShardFile) -> str | None:
 def refuse_no_text(file: ShardFile) -> None:
     """Raise SourceError, with what to do, if the first bytes of a file show that it is no text in UTF-8."""
     first = file.pread(min(file.size, FIRST_BYTES), 0)
-    got = _find(_NO_TEXT, first)
-    if got is None and _is_binary(first):
-        got = _find(_COMPRESSED, first) or _Kind(re.compile(b""), "", _ICONV.format("ENCODING"))
-        name = f"a file compressed twice, with {got.name} inside" if got.name else "bytes that are no text in UTF-8"
-        got = got._replace(name=name, advice=got.advice if not got.pattern.pattern else f"Decompress it: {got.advice}")
-    if got is not None:
-        raise SourceError(f"{file.path}: got {got.name}, expected text in UTF-8. {got.advice}")
+    kind = _find(_NO_TEXT, first)
+    if kind is None and _is_binary(first):
+        kind = _find(_COMPRESSED, first) or _Kind(re.compile(b""), "", _ICONV.format("ENCODING"))
+        name = f"a file compressed twice, with {kind.name} inside" if kind.name else "bytes that are no text in UTF-8"
+        kind = kind._replace(
+            name=name, advice=kind.advice if not kind.pattern.pattern else f"Decompress it: {kind.advice}"
+        )
+    if kind is not None:
+        raise SourceError(f"{file.path}: got {kind.name}, expected text in UTF-8. {kind.advice}")
 
 
 def _find(kinds: tuple[_Kind, ...], first: bytes) -> _Kind | None:

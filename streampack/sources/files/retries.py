@@ -144,7 +144,9 @@ def status_of(error: BaseException) -> int | None:
         else:
             of_gcs = cause if type(cause).__module__.startswith("gcsfs") else None  # others: numbers of other sorts
             holders = ((cause, "status"), (response, "status_code"), (cause, "status_code"), (of_gcs, "code"))
-            status = next((value for each, name in holders if (value := getattr(each, name, None)) is not None), None)
+            status = next(
+                (value for holder, name in holders if (value := getattr(holder, name, None)) is not None), None
+            )
         if isinstance(status, int | str) and str(status).isdigit() and 400 <= int(status) < 600:
             return int(status)
     return None

@@ -54,8 +54,8 @@ class JsonlShard:
         """Read one line as a sample, or return the reason why it is rejected."""
         line = self._file.pread(self._sizes[sample], self._offsets[sample])
         row = self._decode(line)
-        got = row if isinstance(row, str) else self._reader(row)
-        return missing_in(line) if got == MISSING else got
+        read = row if isinstance(row, str) else self._reader(row)
+        return missing_in(line) if read == MISSING else read
 
     def where(self, sample: int) -> str:
         """Return the file and line number of a sample, for messages."""

@@ -141,8 +141,8 @@ class GroupedShard(ABC):
             row = rows[sample - run.start]
         except UnicodeDecodeError:
             return "encoding"
-        got = self._reader(row)
-        return missing_from(self._schema.names) if got == MISSING else got
+        read = self._reader(row)
+        return missing_from(self._schema.names) if read == MISSING else read
 
     def where(self, sample: int) -> str:
         """Return the file and row number of a sample, for messages."""
@@ -169,7 +169,7 @@ class ListShard:
         """Return the rows of several shards as one shard; None if their files have other columns."""
         plans = [shard._plan for shard in shards]
         same = all(plan == plans[0] for plan in plans)
-        return cls([each for shard in shards for each in shard._shards], plans[0]) if same else None
+        return cls([part for shard in shards for part in shard._shards], plans[0]) if same else None
 
     def __len__(self) -> int:
         return len(self._whole)
@@ -244,7 +244,7 @@ class _ListColumn(NamedTuple):
     def join(cls, columns: Sequence["_ListColumn"]) -> "_ListColumn":
         """Return the rows of several columns as one column."""
         owners = np.repeat(np.arange(len(columns)), [len(column.begins) for column in columns])
-        begins, ends = (np.concatenate(each) for each in zip(*((c.begins, c.ends) for c in columns), strict=True))
+        begins, ends = (np.concatenate(arrays) for arrays in zip(*((c.begins, c.ends) for c in columns), strict=True))
         return cls(tuple(column.data[0] for column in columns), columns[0].dtype, begins, ends, owners)
 
 

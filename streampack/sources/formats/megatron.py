@@ -130,7 +130,9 @@ class SequenceShard:
             return None
         file = JoinedFile([shard._file for shard in shards])
         at = [shard._pointers + start for shard, start in zip(shards, file.starts, strict=True)]
-        numbers, sizes = (np.concatenate(each) for each in zip(*((s._numbers, s._sizes) for s in shards), strict=True))
+        numbers, sizes = (
+            np.concatenate(arrays) for arrays in zip(*((s._numbers, s._sizes) for s in shards), strict=True)
+        )
         joined = cls(file, shards[0]._dtype, numbers, sizes, np.concatenate(at))
         joined.where = Joined(shards).where  # type: ignore[method-assign]
         return joined

@@ -82,14 +82,14 @@ class NpyShard:
     def join(cls, shards: Sequence["NpyShard"]) -> "NpyShard | None":
         """Return the samples of several shards as one shard; None if they have other fields."""
         names = [[field for field, _ in shard._fields] for shard in shards]
-        if any(each != names[0] for each in names):
+        if any(other != names[0] for other in names):
             return None
         file = JoinedFile([shard._ids.file for shard in shards])
 
         def joined(members: Sequence[Members]) -> Members:
             """Return the members of the shards, in the joined file."""
-            offsets = [each.offsets + start for each, start in zip(members, file.starts, strict=True)]
-            return Members(file, np.concatenate([each.sizes for each in members]), np.concatenate(offsets))
+            offsets = [member.offsets + start for member, start in zip(members, file.starts, strict=True)]
+            return Members(file, np.concatenate([member.sizes for member in members]), np.concatenate(offsets))
 
         fields = {field: joined([shard._fields[at][1] for shard in shards]) for at, field in enumerate(names[0])}
         whole = Joined(shards)

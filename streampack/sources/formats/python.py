@@ -89,8 +89,8 @@ class ItemReader:
 
     def __call__(self, item: object) -> Sample | str:
         if isinstance(item, Mapping):
-            got = self._row(item)
-            return missing_from(keys_of(item)) if got == MISSING else got
+            sample = self._row(item)
+            return missing_from(keys_of(item)) if sample == MISSING else sample
         encoded: Encoded | str
         if isinstance(item, str):
             encoded = self._row_in_json(item) or self._tokenizer.encode(item)

@@ -94,8 +94,8 @@ class RowReader:
         tools = [_TOOLS, _VARIABLES] if chats else []
         self.sample_keys = tuple(dict.fromkeys(keys))
         of_fields = [key for _, key in (*self.fields.keys, *self.fields.media_keys)]
-        known = [key for key in KNOWN if key in self.fields.known.names]
-        self.keys = tuple(dict.fromkeys([*keys, *tools, *of_fields, *known]))
+        present = [key for key in KNOWN if key in self.fields.known.names]
+        self.keys = tuple(dict.fromkeys([*keys, *tools, *of_fields, *present]))
 
     def __call__(self, row: Mapping[str, Any]) -> Sample | str:
         encoded = self.encode(row)
@@ -176,7 +176,7 @@ class FieldReader:
         self.media_keys = (*media, (PATCHES, PATCHES)) if media else ()
         self.reference_keys = frozenset(key for field, key in keys if field.is_reference)
         self.known = KnownKeys([key for _, key in keys])
-        self.needs_mask = reject_unmasked and any(each.name == LOSS_MASK and each.default is None for each in fields)
+        self.needs_mask = reject_unmasked and any(field.name == LOSS_MASK and field.default is None for field in fields)
 
     def add(self, encoded: Encoded, row: Mapping[str, Any]) -> Sample | str:
         """Return the sample with its fields from ``row``, or the reason why a key of the row is rejected.

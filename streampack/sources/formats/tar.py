@@ -146,7 +146,7 @@ def _members_by_tarfile(file: ShardFile, start: int) -> Generator[Member, None, 
                     continue
                 offset, size = member.offset_data, member.size
                 if member.islnk():
-                    before = {each[0]: each for each in _common_members(file)} if before is None else before
+                    before = {member[0]: member for member in _common_members(file)} if before is None else before
                     target = seen.get(member.linkname) or before.get(member.linkname)
                     if target is None:
                         raise _unreadable(file, member)

@@ -90,10 +90,10 @@ class TarShard:
         self._loads = list(loads.values())
         self._fields = reader.fields
         named = [key for _, key in (*self._fields.keys, *self._fields.media_keys)]
-        known = [key for key in KNOWN if key in reader.fields.known.names]
-        self._known = {f"{key}.npy": key for key in known}
+        keys = [key for key in KNOWN if key in reader.fields.known.names]
+        self._known = {f"{key}.npy": key for key in keys}
         """Known keys by the extensions of their members."""
-        self._decode = open_row([*named, *known])
+        self._decode = open_row([*named, *keys])
         self._keys: list[str] = []
         self._offsets, self._sizes, self._ranks = array("q"), array("q"), array("b")
         self._beside: list[Beside] = []

@@ -155,7 +155,7 @@ def by_stream(waits: dict[str, float], streams: dict[str, float]) -> list[tuple[
     shares = {cause: share for cause, share in waits.items() if share and (cause != "stream" or not streams)}
     if waits.get("stream"):
         shares |= {f"stream {name}": share for name, share in streams.items() if share}
-    return sorted(shares.items(), key=lambda each: -each[1])
+    return sorted(shares.items(), key=lambda share: -share[1])
 
 
 def lasting(seconds: float) -> str:

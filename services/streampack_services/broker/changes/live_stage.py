@@ -71,7 +71,7 @@ def _rules_before(feed: Feed, begin: StageBegin) -> Rules:
     """Return the rules in force where a stage begins, after the changes that wait and begin before it."""
     live, history = feed.planner.live, feed.history
     rules = live.after(len(history.changes))
-    for change in sorted(history.pending, key=lambda each: (each.at.step or 0, each.at.tokens or 0, each.id)):
+    for change in sorted(history.pending, key=lambda change: (change.at.step or 0, change.at.tokens or 0, change.id)):
         at = change.at
         is_before = (
             (at.step is not None and at.step <= begin.step)

@@ -158,7 +158,7 @@ class RankFigures:
             host = self._find(node)
             if host is None:
                 return None
-            at = [each for each in at if self._columns.host[each] == host]
+            at = [rank for rank in at if self._columns.host[rank] == host]
         return RankPage(
             feed=name, node=None if host is None else self._node(host), first=first, attached=len(at),
             readers=self._rows(at[first : first + PAGE_RANKS]),
@@ -290,8 +290,8 @@ class RankFigures:
         columns = self._columns
         there = np.flatnonzero(columns.attached)
         lately, long = (
-            RecentWaits(each.figures[there], [each.streams[at] for at in there.tolist()])
-            for each in (columns.lately, columns.long)
+            RecentWaits(column.figures[there], [column.streams[at] for at in there.tolist()])
+            for column in (columns.lately, columns.long)
         )
         slow = slow_ranks(lately, long, columns.returned[there])
         if slow is None:

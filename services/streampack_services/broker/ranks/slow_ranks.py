@@ -61,11 +61,11 @@ def slow_ranks(lately: RecentWaits, long: RecentWaits, steps: I64) -> SlowRanks 
     seconds = work_s(lately, long)
     enough = bool(len(steps)) and bool(np.median(lately.figures[:, STEPS]) >= FEW_STEPS)
     waits = (lately if enough else long).shares[:, _VICTIMS].sum(axis=1) >= WAITS
-    known = np.isfinite(seconds) & (steps >= FIRST_STEPS)
-    if not (waits & known).any():
+    is_known = np.isfinite(seconds) & (steps >= FIRST_STEPS)
+    if not (waits & is_known).any():
         return None
-    others_s = float(np.median(seconds[waits & known]))
-    slow = known & ~waits & (seconds >= TIMES * others_s)
+    others_s = float(np.median(seconds[waits & is_known]))
+    slow = is_known & ~waits & (seconds >= TIMES * others_s)
     if not slow.any() or slow.sum() > MOST_SHARE * len(steps):
         return None
     rank = int(np.argmax(np.where(slow, seconds, -1.0)))

@@ -51,7 +51,7 @@ class KeptHours:
             name: self._before.get(name, FeedHours()).plus(now) for name, now in hours_of(self._snapshot()).items()
         }
         try:
-            if any(each.delivered_tokens for each in hours.values()):
+            if any(hour.delivered_tokens for hour in hours.values()):
                 write_hours(self._where, hours)
             self._failed = ""
         except OSError as error:

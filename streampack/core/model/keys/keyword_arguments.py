@@ -68,15 +68,17 @@ def documented(options: Any, rest: str = "") -> Callable[[Function], Function]:
         signature, arguments = inspect.signature(function), arguments_of(options)
         *own, variable = signature.parameters.values()
         added = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.kind)
-            for name, each in arguments.items()
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=argument.default, annotation=argument.kind)
+            for name, argument in arguments.items()
         ]
         last = [variable.replace(name=rest)] if rest else []
         function.__signature__ = signature.replace(parameters=[*own, *added, *last])  # type: ignore[attr-defined]
-        function.__annotations__ |= {name: each.kind for name, each in arguments.items()}
+        function.__annotations__ |= {name: argument.kind for name, argument in arguments.items()}
         indents: Any = {"initial_indent": " " * 4, "subsequent_indent": " " * 8, "break_on_hyphens": False}
         texts = [
-            textwrap.fill(f"{name}: {each.text}.", _WIDTH, **indents) for name, each in arguments.items() if each.text
+            textwrap.fill(f"{name}: {argument.text}.", _WIDTH, **indents)
+            for name, argument in arguments.items()
+            if argument.text
         ]
         lines = inspect.cleandoc(function.__doc__ or "").split("\n")
         for at in [number for number, line in enumerate(lines) if line.startswith("    options: ")]:
@@ -87,19 +89,19 @@ def documented(options: Any, rest: str = "") -> Callable[[Function], Function]:
     return decorate
 
 
-def filled(options: type[Options], given: Mapping[str, Any], function: str) -> Options:
-    """Return the arguments ``given`` in a call, and the defaults of the others. Raises TypeError for a wrong name."""
+def filled(options: type[Options], values: Mapping[str, Any], function: str) -> Options:
+    """Return the arguments ``values`` in a call, and the defaults of the others. Raises TypeError for a wrong name."""
     defaults = defaults_of(options)
-    for name in given:
+    for name in values:
         if name not in defaults:
             raise TypeError(unexpected(name, defaults, function))
-    return cast(Options, defaults | dict(given))
+    return cast(Options, defaults | dict(values))
 
 
-def unexpected(name: str, known: Iterable[str], function: str) -> str:
+def unexpected(name: str, names: Iterable[str], function: str) -> str:
     """Return the error text for the argument ``name``, which ``function`` does not have, with the nearest known one."""
     import difflib  # only an error needs it
 
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, names, 1)
     meant = f". Did you mean {near[0]!r}?" if near else ""
     return f"{function}() got an unexpected keyword argument {name!r}{meant}"

@@ -92,9 +92,9 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     ] = PATIENCE
 
     def __post_init__(self) -> None:
-        given = f"group: {self.group}" if self.group is not None else f"patience: {self.patience}"
+        setting = f"group: {self.group}" if self.group is not None else f"patience: {self.patience}"
         if self.kind != "joint" and (self.group is not None or self.patience != PATIENCE):
-            raise ValueError(f"got `{given}` with `kind: {self.kind}`, expected this key only with `kind: joint`")
+            raise ValueError(f"got `{setting}` with `kind: {self.kind}`, expected this key only with `kind: joint`")
 
     def planned(self, dp: int) -> Balance:
         """Return these settings with ``group`` set to ``dp``, for kind ``joint`` without a group.

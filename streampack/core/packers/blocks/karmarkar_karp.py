@@ -155,6 +155,6 @@ def difference_columns(rows: I64) -> I64:
         one, other, order = merged[number - count]
         of_all = order[places.pop(number)]
         places[one], places[other] = of_all, width - 1 - of_all
-    for m, held in places.items():
-        columns[m, held] = np.arange(width)
+    for m, placed in places.items():
+        columns[m, placed] = np.arange(width)
     return columns

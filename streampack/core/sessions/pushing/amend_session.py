@@ -76,9 +76,9 @@ class AmendSession(Sender):
         """Send the open messages to a broker that knows this process now."""
         if message.stream != self.stream:
             return []
-        known, self._greeted, self.terms = self._has_lease, self.epoch, message
+        had_lease, self._greeted, self.terms = self._has_lease, self.epoch, message
         self._hello_next.reset()
-        return [] if known else self._repeat_unconfirmed()
+        return [] if had_lease else self._repeat_unconfirmed()
 
     @_messages.of(Amended)
     def _on_answer(self, message: Amended, fence: int) -> list[Effect]:

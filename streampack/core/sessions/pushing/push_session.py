@@ -346,12 +346,12 @@ class PushSession(Sender):
         self._window.widen(flow)
         self.write = max(self.write, flow.write)
         effects: list[Effect] = []
-        known = self.policy_version, self.tickets.granted
+        before = self.policy_version, self.tickets.granted
         if flow.policy_version is not UNSET and flow.policy_number >= self._policy_number:
             self.policy_version, self._policy_number = flow.policy_version, flow.policy_number
         if flow.granted is not UNSET:
             self.tickets.granted = max(self.tickets.granted, flow.granted)
-        if known != (self.policy_version, self.tickets.granted):
+        if before != (self.policy_version, self.tickets.granted):
             effects += self._tell_tickets()
         return effects + (self._note_progress(flow) if self.begun else [])
 
