@@ -47,7 +47,7 @@ Value = int | Ramp
 def _changing(
     name: str, kind: type[Struct], keys: Iterable[str] = (), own: Mapping[str, Any] = {}, stay: Iterable[str] = ()
 ) -> Any:
-    """Return a struct with some ``keys`` of the settings ``kind``, all of which may be left out; default: all keys.
+    """Return a struct with some ``keys`` of the settings ``kind``, each optional; default: all keys.
 
     Args:
         name: Name of the struct.

@@ -147,14 +147,14 @@ class Broker:
 
     @_events.of(Safe)
     def _on_safe(self, event: Safe) -> list[Effect]:
-        """Tell producers and trainers what is safe in the log."""
+        """Send producers and trainers the answers that waited until records are safe."""
         self.journal.safe(event.upto, event.stalled, event.full)
         effects = self.leases.safe(event.upto) + self._answer_changes()
         return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.safe(event.upto))]
 
     @_events.of(Tick)
     def _on_tick(self, event: Tick) -> list[Effect]:
-        """Do what is due."""
+        """Pass the time on to the producers' side, the log and the feeds."""
         self._now = event.now
         effects = self.leases.tick(event.now) + self._log.cut()
         for feed in self.feeds.values():

@@ -117,7 +117,7 @@ class Kernel:
         return cache._index_key(_types(key), of_machine) in cache._cache_file._load_index()
 
     def compile(self, key: Key) -> None:
-        """Load the compiled form for these types from the disk, or compile it and write it there."""
+        """Load the compiled form for these types from the disk, or compile it and write it to the disk."""
         if (types := _types(key)) not in self.dispatcher.overloads:
             self.dispatcher.compile(types)
 

@@ -75,7 +75,7 @@ class Compiler:
 
     @property
     def missing(self) -> list[Kernel]:
-        """Kernels that were asked for and are not there."""
+        """Kernels that were requested and are not compiled yet."""
         return list(self._left)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -177,7 +177,7 @@ class Compiler:
         )
 
     def end(self) -> None:
-        """Load nothing any more, at the end of the process. The helper compiles what is left, for the next one."""
+        """Stop loading, at the end of the process. The helper compiles the remaining kernels for the next process."""
         with self._busy:
             self._over.set()
             helper, self._helper = self._helper, None
@@ -243,7 +243,7 @@ class Helper:
             self._process.stdin.flush()
 
     def compile(self, kernel: Kernel, key: Key) -> str:
-        """Ask for a kernel, and wait until it is there; return the error, empty if there is none."""
+        """Ask for a kernel, and wait until it is compiled; return the error, empty if there is none."""
         began = time.monotonic()
         self.ask(kernel, key)
         error = self._answers.readline()

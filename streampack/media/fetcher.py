@@ -36,7 +36,7 @@ SAID = 10
 
 
 class _Item:
-    """One item to fetch: its reference, and its value or error once it is there.
+    """One item to fetch: its reference, and its value or error once it is fetched.
 
     ``users``: messages that need it. ``cause``: why the last try failed.
     """
@@ -166,7 +166,7 @@ class Fetcher:
         return PendingItems(self, field, items, places)
 
     def wait(self, field: str, items: Sequence[_Item]) -> list[Exception | None]:
-        """Wait for items, and return the error of each; None for those that are there.
+        """Wait for items, and return the error of each; None for an item without an error.
 
         The first item of a field sets the dtype and shape of the patches of all others.
 

@@ -17,7 +17,7 @@ LOADED_AFTER = 1 << 20
 
 
 class Kernels:
-    """The compiled functions of ``layout_kernels``; each is None until it is there."""
+    """The compiled functions of ``layout_kernels``; each is None until it is compiled."""
 
     def __init__(self) -> None:
         self.derive: Callable[..., None] | None = None
@@ -46,7 +46,7 @@ class Kernels:
         self._take()
 
     def _take(self) -> None:
-        """Publish the kernels once they are there."""
+        """Publish the kernels once they are compiled."""
         if layout_kernels.derive.is_compiled:
             self.derive, self.lay_out = layout_kernels.derive, layout_kernels.lay_out
 

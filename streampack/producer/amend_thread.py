@@ -48,7 +48,7 @@ class Amending(SessionThread):
     def amend(
         self, ids: Sequence[SampleId], values: Mapping[str, Sequence[Any]], timeout_s: float | None
     ) -> dict[SampleId, str]:  # fmt: skip
-        """Give values to samples, wait until they are safe, and return what was not stored; see ``Producer.amend``."""
+        """Give values to samples, wait until they are safe, return the values not stored; see ``Producer.amend``."""
         self._check_usable()
         sent: dict[int, Amend] = {}
         try:

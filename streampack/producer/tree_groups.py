@@ -61,7 +61,7 @@ def tree_of(batch: TokenChunk, lease: Lease) -> Tree:
 
 
 def _keys(batch: TokenChunk, lease: Lease) -> NDArray[Any]:
-    """Return the values by which tokens are the same, [tokens] or [tokens, bytes]."""
+    """Return a key of each token, with its aligned fields, to compare tokens: [tokens] or [tokens, bytes]."""
     read = [batch.fields[field.name] for field in lease.fields if field.axis == "token" and field.align == "token"]
     if not read:
         return batch.tokens

@@ -42,7 +42,7 @@ class Key(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def public(self) -> str:
-        """The public key of this secret key, 64 hexadecimal digits, by which other processes identify it."""
+        """The public key of this secret key, 64 hexadecimal digits; other processes identify it by this."""
         return curve.public_of(self.secret)
 
     def text(self) -> str:

@@ -244,14 +244,14 @@ class Link:
                 slots.borrow(slot)
 
     def news(self) -> bytes | None:
-        """Return an answer for the peer once a quarter of its slots are no longer held here; None before."""
+        """Return an answer for the peer once this process has freed a quarter of its slots; None before."""
         mapping = self.mapping
         if mapping is None or 4 * mapping.num_released < mapping.name.num_slots:
             return None
         return self.answer()
 
     def answer(self) -> bytes:
-        """Return the message that tells the peer which of its slots are held here."""
+        """Return the message that tells the peer which of its slots this process holds."""
         assert self.mapping is not None
         return MAGIC + b"A" + _ANSWER.pack(self.mapping.name.token, *self.mapping.answer())
 

@@ -118,7 +118,7 @@ class Slots:
         self._num_borrowers[slot] += 1
 
     def give_back(self, slot: int) -> None:
-        """Count one peer less; free the slot after the last one."""
+        """Count one borrower less, and free the slot after the last borrower."""
         self._num_borrowers[slot] -= 1
         if self._num_borrowers[slot]:
             return

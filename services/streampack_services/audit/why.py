@@ -138,7 +138,7 @@ def raise_if_damaged(ledger: Ledger, *tables: str) -> None:
 
 
 def _means(reported: Reported) -> Tree:
-    """Return for each name the number of samples of which all ranks have reported a value, and the mean."""
+    """Return for each name the number of samples with values from all ranks, and the mean."""
     return {
         name: {"samples": len(column), "mean": _number(float(column.mean()))}
         for report in reported if report.complete

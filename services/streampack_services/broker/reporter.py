@@ -328,7 +328,7 @@ class Reporter:
         return rows
 
     def _late(self, stream: str) -> LateStatus | None:
-        """Return what waits for late fields in a stream; None if the stream has none."""
+        """Return the counts of samples that wait for late fields in a stream; None if the stream has none."""
         staging = self._core.leases.staging
         waits = staging.waiting(self._core.leases.partitions.of_stream(stream))
         return None if waits is None else filled(LateStatus, waits, oldest_s=round(waits.oldest_s, 3))

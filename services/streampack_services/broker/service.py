@@ -336,7 +336,7 @@ class BrokerService:
         self._sender.send_bundles()
 
     def _tick(self, now: float) -> None:
-        """Do what is due every ``TICK_S``."""
+        """Do the periodic work of each ``TICK_S``."""
         self._clock += min(now - self._ticked, TURN_AT_MOST_S)
         self._ticked = now
         self._handle(Tick(self._clock))

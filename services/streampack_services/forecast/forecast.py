@@ -146,7 +146,7 @@ def planned_rules(rules: Rules, workload: Workload, overlong: Overlong, *, all_s
 
 
 def rules_of_sizes(rules: Rules) -> Rules:
-    """Return rules without ``share``, of which lengths and sizes of media say nothing, and without stages."""
+    """Return rules without stages and ``share``, because lengths and sizes of media do not show shared tokens."""
     return msgspec.structs.replace(rules, share=None, stages=())
 
 

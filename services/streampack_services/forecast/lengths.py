@@ -48,7 +48,7 @@ class StreamLengths:
 
     @property
     def whole(self) -> bool:
-        """True if the lengths of a whole pass are here."""
+        """True if these are the lengths of a whole pass."""
         return all(self.ended)
 
     @property
@@ -79,7 +79,7 @@ class Workload:
 
     @property
     def whole(self) -> bool:
-        """True if the lengths of a whole pass of every stream are here."""
+        """True if these are the lengths of a whole pass of every stream."""
         return all(stream.whole for stream in self.streams)
 
     @property

@@ -137,7 +137,7 @@ class RunOrder:
 
 
 def _alone(rules: Rules) -> Rules:
-    """Return the rules of the same merge with one partition for each stream, none of which stops the others."""
+    """Return the rules of the same merge with one partition for each stream, where no stream stops the others."""
     streams = [msgspec.structs.replace(stream, partitions=1, on_exhaust="renormalise") for stream in rules.streams]
     return msgspec.structs.replace(rules, streams=tuple(streams))
 

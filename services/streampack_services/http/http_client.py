@@ -204,7 +204,7 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
 
 
 def _parsed(text: str) -> Any:
-    """Return what a JSON text holds; None if it is not valid."""
+    """Return the decoded JSON text; None if it is not valid."""
     try:
         return json.loads(text)
     except ValueError:

@@ -81,7 +81,7 @@ def _add_histogram(metric: str, labels: str, histogram: Histogram, lines: list[s
 
 
 def _with(labels: str, names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Return labels with more of them."""
+    """Return labels with additional labels."""
     pairs = _pairs(names, values)
     return f"{labels},{pairs}" if labels and pairs else f"{{{pairs}" if pairs else labels
 

@@ -54,7 +54,7 @@ def routes(history: Timelines) -> list[Route]:
 
 
 def declared() -> str:
-    """Return the JavaScript module with what is declared."""
+    """Return the JavaScript module with the declared figures."""
     kinds = {"broker": BrokerStatus, "feed": FeedStatus, "stream": StreamStatus}
     figures = {
         key: [(path, figure.label, figure.unit) for path, figure in shown_in(kind)] for key, kind in kinds.items()

@@ -18,7 +18,7 @@ from streampack_services.ledger.step_rows import StepRows
 
 
 class FormingRules:
-    """Tells by which rules FORM made the steps of a feed, as far as the recorded steps tell."""
+    """The rules that FORM used for the steps of a feed, as far as the recorded steps show."""
 
     def __init__(self, ledger: Ledger, feed: FeedHistory) -> None:
         self._ledger, self._feed = ledger, feed
@@ -26,7 +26,7 @@ class FormingRules:
         """The last step at which FORM did not follow a change, by the step and the record of the change."""
 
     def of(self, step: StepRows) -> RulesFrom:
-        """Return the rules by which FORM made a step."""
+        """Return the rules that FORM used for a step."""
         changes, number = self._feed.changes_at(step.step, step.lsn), step.step
         while len(changes) > 1 and number <= self._last_late(changes):
             number = changes[-1].step - 1

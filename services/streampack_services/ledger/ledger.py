@@ -315,7 +315,7 @@ class Ledger:
         self._count("admitted", chunk.stream, chunk.partition, _stop_of(chunk), lsn)
 
     def _add_completed(self, lsn: int, chunk: ChunkCompleted) -> None:
-        """Add the numbers with which samples were sent that have waited."""
+        """Add, for samples that waited for late fields, the numbers that they were sent with."""
         sent = np.frombuffer(chunk.sent_u64, "<u8").astype(np.int64)
         if len(sent):
             row = chunk.stream, chunk.partition, chunk.base_seq, lsn, _stop_of(chunk), int(sent.min()), int(sent.max())
@@ -396,7 +396,7 @@ class Ledger:
             yield np.frombuffer(indices, "<i8")
 
     def rejection(self, stream: str, index: int) -> dict[str, int] | None:
-        """Return the reasons in the record that rejected a sample, with counts, one of them its own; or None."""
+        """Return the reasons and counts of the record that rejected a sample; None if no record did."""
         for *_, indices, reasons in self._tables.rows("rejected", _COVERS, (stream, index, index)):
             if index in np.frombuffer(indices, "<i8"):
                 return dict(json.loads(reasons))

@@ -156,7 +156,7 @@ class FeedHistory:
         return sorted((change for change in self.rules if change.step <= step and change.lsn <= lsn), key=_place_of)
 
     def rules_of_sample(self, stream: str, index: int) -> Rules:
-        """Return the rules by which sample ``index`` of a stream was merged, which say where it was cut."""
+        """Return the rules in force when sample ``index`` of a stream was merged; they decide where it was cut."""
         changes = self.changes_at(LATEST)
         for before, change in pairwise(changes):
             merged = change.merged_of(stream)

@@ -61,7 +61,7 @@ def draw_savings(report: Tree, rows: dict[str, Tree], lengths: I64, file: Path) 
     parts = {"tokens": (REAL, [tokens] * len(rows)), "padding": (PADDING, [count - tokens for count in slots])}
 
     def finish(axes: Axes, places: I64) -> None:
-        """Write the savings behind the bars."""
+        """Write the share of tokens that each bar saves, to the right of the bar."""
         for place, row in zip(places, rows.values(), strict=True):
             text = f"utilization {row['utilization']:.2%}"
             if "saved_share" in row:

@@ -25,7 +25,7 @@ _NAME = re.compile(r"(\d{10})\.json")
 
 
 class WriteOnceStore(Protocol):
-    """A folder of small files, each of which can be written once."""
+    """A folder of small files; each file can be written only once."""
 
     def names(self) -> list[str]:
         """Return the names of all files. Raises OSError."""

@@ -52,7 +52,7 @@ class NodeRanks(NamedTuple):
 
     @classmethod
     def of(cls, meshes: Iterable[Mesh], fields: tuple[Field, ...], layout: str) -> NodeRanks:
-        """Return the ranks of a host's readers, given their ``meshes``, of which there is at least one.
+        """Return the ranks of a host's readers, from their ``meshes``, at least one.
 
         >>> NodeRanks.of([Mesh(dp=4, dp_rank=3), Mesh(dp=4, dp_rank=1)], (), "zigzag").dp_ranks
         (1, 3)

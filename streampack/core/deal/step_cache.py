@@ -261,7 +261,7 @@ class KeptSteps:
 
 
 def _without_streams(rules: Rules) -> Rules:
-    """Return the rules by which packs are built: without streams, and without the stages that follow."""
+    """Return the rules to build packs with: without streams, and without the stages that follow."""
     return replace(rules, streams=(), weights_ramp=None, stages=())
 
 

@@ -296,13 +296,13 @@ class LiveRules:
 
     @property
     def _later(self) -> int:
-        """The largest budget of the stages of the rules, while one of them is to come; 0 then."""
+        """The largest budget of the rules' stages while a stage is still to begin; 0 afterwards."""
         rules = self._history.rules
         waits = any(change.id < len(rules.stages) for change in self._history.pending)
         return largest_budget(rules) if waits else 0
 
     def _set_terms(self, rules: Rules) -> None:
-        """Let new samples meet the terms of ``rules``, and remember by which limits earlier ones were cut."""
+        """Apply the terms of ``rules`` to new samples, and remember the limits that cut earlier samples."""
         self._admission.change_terms(terms_of(rules, self._later))
         intakes = self._leases.partitions.intakes
         changes = self._history.changes[: self.applied]

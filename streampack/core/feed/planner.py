@@ -211,7 +211,7 @@ class Planner:
         return [*released, *leases.go_to(self._feed, floors, absent), *leases.remove(self.live.current)]
 
     def _repeat_order(self, merge: AnyMerge) -> None:
-        """Give a new merge the order in which chunks came, if it decides."""
+        """Give a new merge the order in which chunks came, if the rules merge by arrival."""
         if isinstance(merge, Arrival):
             for place in self._history.order:
                 if place.count:

@@ -175,7 +175,7 @@ class Former:
         return self.queued_tokens + int(self._pending.tokens.sum())
 
     def may_admit(self) -> int:
-        """Return how many samples may be admitted now, if what is admitted before a step must not depend on speed.
+        """Return how many samples may be admitted now, if the samples admitted before a step must not depend on speed.
 
         These are the window, half a step more, and the packs chosen so far. In batch mode it is the first sample after
         the batch. The result is 0 once they are here.
@@ -249,7 +249,7 @@ class Former:
 
     @property
     def in_group(self) -> bool:
-        """True if the last admitted sample belongs to a group of which more samples are to come."""
+        """True if the last admitted sample belongs to an incomplete group."""
         last = self._arrived[-1][0] if self._arrived else self._handles
         return bool(self._table.keep[last[-1:]].any())
 

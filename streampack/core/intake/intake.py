@@ -191,7 +191,7 @@ class Intake:
         self.recorded.begin_again()
 
     def limit_of(self, seq: int, latest: int) -> int:
-        """Return the limit by which sample ``seq`` was cut; ``latest`` is that of new samples."""
+        """Return the limit that cut sample ``seq``; ``latest`` is the limit for new samples."""
         return next((limit for stop, limit in self.limits if seq < stop), latest)
 
     def floor(self, seq: int) -> Floor:
@@ -291,7 +291,7 @@ class Intake:
     def accept(
         self, stop_seq: int, num_bytes: int, kept_tokens: int, cursor: Cursor | None, kept_extra: int = 0
     ) -> None:  # fmt: skip
-        """Advance ``expected_seq`` to the end of an accepted chunk; count its bytes, and what was admitted of it."""
+        """Advance ``expected_seq`` to the end of an accepted chunk; count its bytes, and its admitted tokens."""
         self.expected_seq = stop_seq
         self.cursor = cursor
         self._floors.append((stop_seq, cursor))
@@ -322,9 +322,9 @@ class Intake:
             self.staged.clear()
 
     def note_sent(self, lsn: int) -> None:
-        """Remember that what came so far is safe once record ``lsn`` is."""
+        """Remember that all samples and marks so far are safe once record ``lsn`` is safe."""
         self.recorded.wait_until_safe(lsn, self.sent_seq, self.sent_marks)
 
     def note_all_safe(self) -> None:
-        """Note that what came so far is safe: an earlier broker has recorded it."""
+        """Note that all samples and marks so far are safe: an earlier broker has recorded them."""
         self.recorded.set_durable(self.sent_seq, self.sent_marks)

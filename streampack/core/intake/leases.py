@@ -117,7 +117,7 @@ class Leases:
         self.credits.open()
 
     def merged(self, feed: str, moved: I64) -> list[Effect]:
-        """Send more credit for partitions of which the merge of ``feed`` has taken samples.
+        """Send more credit for the partitions whose samples the merge of ``feed`` has taken.
 
         Args:
             feed: Name of the feed.
@@ -159,7 +159,7 @@ class Leases:
         return effects + self._pull(p) + self.credits.flow(p, repeat=not self.partitions.intakes[p].behind)
 
     def safe(self, upto: int) -> list[Effect]:
-        """Tell producers what is safe, now that the log is safe below ``upto``."""
+        """Tell producers which samples are safe, now that the log is safe below ``upto``."""
         return self.credits.safe(upto) + self.staged.answer()
 
     def _read_from(self, partitions: list[int]) -> list[Effect]:

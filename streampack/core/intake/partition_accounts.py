@@ -110,7 +110,7 @@ class PartitionAccounts:
         stream.merge.current.end(stream.number_in_feed(p))
 
     def note_merged(self, feed: str, moved: I64) -> list[int]:
-        """Update the merged samples and tokens of partitions of which the merge of ``feed`` has taken samples.
+        """Update the merged samples and tokens of the partitions whose samples the merge of ``feed`` has taken.
 
         Args:
             feed: Name of the feed.
@@ -271,7 +271,7 @@ class PartitionAccounts:
         return first, self._partitions.begins.get(self._partitions.name_of(p)) if cursor is None else cursor
 
     def _await(self, feed: str, awaited: I64) -> None:
-        """Mark the samples ``awaited`` as awaited: their payload is to come again."""
+        """Note that the payload of samples is to come again; ``awaited`` int64 [n], their handles."""
         streams, table = self._partitions.streams_of(feed), self._table
         rows = zip(awaited.tolist(), table.stream[awaited].tolist(), table.index[awaited].tolist(), strict=True)
         for handle, number, index in rows:

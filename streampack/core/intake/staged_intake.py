@@ -63,7 +63,7 @@ class StagedIntake:
         return effects + self._admit_complete(p)
 
     def _note_staged(self, p: int) -> None:
-        """Remember that what came to partition ``p`` so far is safe once the last record is."""
+        """Remember that all samples of partition ``p`` so far are safe once the last record is safe."""
         intake = self._partitions.intakes[p]
         intake.note_sent(self._credits.last_lsn)
 
@@ -96,7 +96,7 @@ class StagedIntake:
         return self._admit_complete(p)
 
     def tick(self, now: float) -> list[Effect]:
-        """Fill in or drop what has waited too long, and admit what is complete since then."""
+        """Fill in or drop samples that have waited too long, and admit the samples that are complete since then."""
         effects, changed = self._staging.tick(now)
         for p in changed:
             effects += self._admit_complete(p)

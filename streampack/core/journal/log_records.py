@@ -347,7 +347,7 @@ class MarkStaged(Record, frozen=True, kw_only=True):
 
 
 class EndStaged(Record, frozen=True, kw_only=True):
-    """A partition has ended after ``total`` samples, of which some wait; ``PartitionEnded`` follows."""
+    """A partition has ended after ``total`` samples; some of them still wait, and ``PartitionEnded`` follows."""
 
     TYPE: ClassVar[int] = 20
     stream: str

@@ -187,7 +187,7 @@ class Queues:
 
     @property
     def ended_streams(self) -> NDArray[np.bool_]:
-        """True for each stream of which no more sample will be merged, bool [streams]."""
+        """True for each stream without further samples to merge, bool [streams]."""
         return np.logical_and.reduceat(self._done, self._first[:-1]) | self.stopped
 
     @property

@@ -314,7 +314,7 @@ class Rules(
         return self.packs if self.packs_ramp is None else max(self.packs, self.packs_ramp.init)
 
     def packs_unit_from(self, step: int) -> int:
-        """Return a number of which the packs of ``step``, and of each later step, are multiples."""
+        """Return a number that divides the packs of ``step`` and of each later step."""
         return self.packs if self.packs_at(step) == self.packs else self.packs_unit
 
     def shares_at(self, step: int) -> tuple[float, ...]:

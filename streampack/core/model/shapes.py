@@ -96,7 +96,7 @@ def step_widths(slots: I64, shape: Shape, budget: int, align: int, pp: int) -> I
 
 
 def width_unit(shape: Shape, budget: int, align: int) -> int:
-    """Return the number of tokens of which every length T is a multiple."""
+    """Return the number of tokens that divides every length T."""
     if isinstance(shape, Sizes):
         return math.gcd(budget, *(shape.buckets or (shape.multiple or budget,)))
     return budget if shape == "fixed" else align

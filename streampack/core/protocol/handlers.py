@@ -54,7 +54,7 @@ class Handlers(dict[type, Callable[Concatenate[Any, Any, Context], Result]], Gen
         Callable[Concatenate[Owner, A | B | C, Context], Result],
     ]: ...
     def of(self, *kinds: type) -> Any:
-        """Return a decorator that makes a method handle these kinds of values."""
+        """Return a decorator that makes a method the handler of these types."""
 
         def add(method: Callable[..., Result]) -> Callable[..., Result]:
             self.update(dict.fromkeys(kinds, method))
@@ -63,12 +63,12 @@ class Handlers(dict[type, Callable[Concatenate[Any, Any, Context], Result]], Gen
         return add
 
     def ignore(self: Handlers[Context, list[Any]], *kinds: type) -> None:
-        """Handle these kinds of values by no effects."""
+        """Ignore values of these types: their handler returns no effects."""
         no_effects: Any = lambda *_: []  # noqa: E731 - typed
         self.update(dict.fromkeys(kinds, no_effects))
 
     def require(self, kinds: Iterable[type], unless: type = object) -> None:
-        """Raise InternalError unless each of these kinds has a method, other than that of the kind ``unless``."""
+        """Raise InternalError unless each of these types has a handler of its own, other than that of ``unless``."""
         lacking = [kind.__name__ for kind in kinds if self[kind] is self.get(unless)]
         if lacking:
             raise InternalError(f"no method handles {', '.join(lacking)}")

@@ -115,5 +115,5 @@ class Identity:
     epoch: int
 
     def envelope(self, message: Message, fence: int = 0, payload: tuple[Any, ...] = ()) -> Envelope:
-        """Return a message of this broker."""
+        """Return the envelope of a message of this broker."""
         return Envelope(run=self.run, epoch=self.epoch, fence=fence, message=message, payload=payload)

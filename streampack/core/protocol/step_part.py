@@ -93,7 +93,7 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
     stage: StepStage | UnsetType = UNSET
 
     def rules_of(self, first: Rules) -> Rules:
-        """Return the rules by which the packs are built; ``first`` are the run's first rules."""
+        """Return the rules to build the packs with; ``first`` are the run's first rules."""
         return first if self.stage is UNSET or self.stage.rules is UNSET else self.stage.rules
 
     def widths(self, rules: Rules) -> I64:

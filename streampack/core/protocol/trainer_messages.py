@@ -300,7 +300,7 @@ class Mixture(ReaderAnswer, frozen=True, kw_only=True):
     streams: list[MixedStream]
 
     def answers(self, question: Question) -> bool:
-        """Return whether the question asks for the mixture."""
+        """Return whether this message answers ``question``, as it does for ``AskMixture``."""
         return isinstance(question, AskMixture)
 
 

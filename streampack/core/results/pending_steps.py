@@ -61,7 +61,7 @@ class _Pending:
 
     @property
     def complete(self) -> bool:
-        """True if every part of the newest attempt is there."""
+        """True if every part of the newest attempt has come."""
         return not self.earlier and all(len(self.parts) == record.parts for _, record in self.parts.values())
 
 

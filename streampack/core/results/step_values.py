@@ -84,7 +84,7 @@ class StepValues:
         return effects + self.safe()
 
     def _take(self, message: ReportValues, payload: tuple[Any, ...]) -> list[Effect]:
-        """Record a part, unless it is known or older than what is known."""
+        """Record a part, unless this part or a newer one is recorded already."""
         if self.pending.knows((message.lineage, message.step, message.names), message.part, message.attempt):
             return []
         effects = self._record(ValuesReported(
@@ -143,7 +143,7 @@ class StepValues:
         return [self._answer(peer, Noted(number=number, refusal=why))]
 
     def safe(self) -> list[Effect]:
-        """Answer what is safe now, and serve the subscribers that waited for it."""
+        """Answer the messages that are safe now, and serve the subscribers that waited for them."""
         effects: list[Effect] = []
         while self._answers and self._answers[0][0] <= self._journal.safe_upto:
             _, peer, answer = self._answers.popleft()

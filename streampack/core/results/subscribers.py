@@ -37,7 +37,7 @@ Locate = Callable[[I64], tuple[I64, I64]]
 
 
 class _CompleteStep(NamedTuple):
-    """A step of which every part has come: its place, and the log sequence number of each part."""
+    """A step with all of its parts: its place, and the log sequence number of each part."""
 
     cursor: int
     key: Key
@@ -153,7 +153,7 @@ class Subscribers:
         return [Recall(self._feed, lsn) for lsn in step.lsns]
 
     def recalled(self, event: Recalled) -> list[Effect]:
-        """Take a part that was read from the log, and send the step once all parts are there."""
+        """Take a part that was read from the log, and send the step once all of its parts have been read."""
         assert isinstance(event.record, ValuesReported)
         if not self._reading:
             return []

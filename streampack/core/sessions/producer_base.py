@@ -185,7 +185,7 @@ class Sender(ABC):
 
     @property
     def stall_code(self) -> str:
-        """Short name of the cause of a wait, by which programs decide: ``SILENT``; empty for causes without a name."""
+        """Short name of the cause of a wait, for programs: ``SILENT``; empty for causes without a name."""
         return SILENT if self.is_silent else ""
 
     # Each kind of producer has its own

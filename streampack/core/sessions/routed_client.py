@@ -69,7 +69,7 @@ class RoutedClient:
 
     @_events.of(Tick)
     def _tick(self, event: Tick, route: Route) -> list[Effect]:
-        """Let the session do what is due, and choose the route."""
+        """Send the session's messages that are due, and choose the route."""
         effects = self.session.handle(event)
         return effects + self._follow(route.tick(event.now, self.session.has_all_requested))
 

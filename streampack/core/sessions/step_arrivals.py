@@ -69,7 +69,7 @@ class StepArrivals:
 
     @property
     def num_incomplete(self) -> int:
-        """Number of steps of which some parts have arrived."""
+        """Number of steps with some, but not all, of their parts."""
         return len(self._assembling)
 
     def forget_incomplete(self) -> None:

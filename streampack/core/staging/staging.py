@@ -128,7 +128,7 @@ class Staging:
         return self._feeds[feed].partitions if feed in self._feeds else []
 
     def waiting(self, partitions: Iterable[int]) -> LateWaits | None:
-        """Return what waits for late fields in some partitions; None if none of them has late fields."""
+        """Return the counts of samples that wait for late fields in some partitions; None without late fields."""
         with_late = [p for p in partitions if p in self._of and self._of[p].late]
         staged = [self._of[p] for p in with_late]
         if not staged:
@@ -321,7 +321,7 @@ class Staging:
     # Dropping
 
     def discard(self, feed: str, since: int) -> None:
-        """Drop what waits in ``feed`` and was recorded from ``since`` on, because trainers went back.
+        """Drop the waiting samples of ``feed`` that were recorded from ``since`` on, because trainers went back.
 
         The samples are counted at the next tick, when the feed is where the trainers want it.
         """
@@ -350,7 +350,7 @@ class Staging:
                         place.chunk.put(name, place.at, None, crc)
 
     def read_again(self) -> list[Effect]:
-        """Return the effects that read the payload of what waits from the log, when a broker has started."""
+        """Return the effects that read the payload of waiting samples from the log, when a broker has started."""
         effects: list[Effect] = []
         for feed in self._feeds:
             staged = [self._of[p] for p in self.of_feed(feed)]

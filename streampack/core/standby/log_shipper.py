@@ -186,7 +186,7 @@ class LogShipper:
         return bool(self.standby) and self._silent_s <= HEARD_S
 
     def leave(self, finished: bool) -> list[Effect]:
-        """Return the effects of this broker's end: the standby is told, which need not wait then."""
+        """Return the effects of this broker's end: they tell the standby, so that it need not wait."""
         if self.over or not self.standby:
             return []
         return [self._send(self._peer, HandOver(finished=finished))]

@@ -45,7 +45,7 @@ class Displacement(NamedTuple):
 
 
 def missed(at: I64, sizes: I64, step_tokens: I64, left: int = 0) -> I64:
-    """Return the tokens by which samples miss their turn in consecutive steps.
+    """Return how many tokens early or late samples are in consecutive steps.
 
     Args:
         at: Tokens merged before each sample, step after step, int64 [n].

@@ -72,7 +72,7 @@ class TrainedSamples:
         return self.upto, [(samples, tokens) for samples, tokens in self.sums.T.tolist()]
 
     def recover(self, upto: int, sums: list[tuple[int, int]]) -> None:
-        """Begin with the values that ``facts`` returned, in place of what was counted so far."""
+        """Replace the counts with the values that ``facts`` returned."""
         self.upto = upto
         self.sums = np.array(sums, np.int64).reshape(-1, 2).T.copy()
         self._waiting = {number: waits for number, waits in self._waiting.items() if number >= upto}

@@ -77,7 +77,7 @@ class RecentWaits:
 
     @cached_property
     def mean_s(self) -> float:
-        """Seconds that the data waits cover, mean over the ranks of which they are known."""
+        """Seconds that the data waits cover, mean over the ranks that report them."""
         return float(self.seconds.sum()) / max(int((self.seconds > 0).sum()), 1)
 
     def of_all(self) -> tuple[dict[str, float], Streams]:

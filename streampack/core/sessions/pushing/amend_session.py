@@ -59,7 +59,7 @@ class AmendSession(Sender):
 
     @property
     def _has_lease(self) -> bool:
-        """True if the current broker knows this process."""
+        """True if the current broker has accepted this process's offer."""
         return self._greeted == self.epoch
 
     _events = Handlers(Sender._events)

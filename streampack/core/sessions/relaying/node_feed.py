@@ -127,12 +127,12 @@ class NodeFeed:
         return any(share.pair == ask.pair and {*ask.frames} >= {*share.frames} for ask in self._asked.values())
 
     def has_all(self, step: int, share: Share) -> bool:
-        """Return whether every part of ``step`` for a rank is here."""
+        """Return whether every part of ``step`` for a rank has come."""
         kept = self._steps.get(step)
         return kept is not None and kept.has_all(share)
 
     def first_missing(self, step: int, share: Share) -> int:
-        """Return the first step from ``step`` on of which a part for a rank is missing."""
+        """Return the first step from ``step`` on that lacks a part for a rank."""
         while self.has_all(step, share):
             step += 1
         return step
