@@ -170,8 +170,8 @@ class PackCheck:
         In the tail of a forward pack, positions may restart from 0 at a fixed distance.
         """
         tail, behind = self.segment >= int(self.pack["num_samples"]), self.offset - positions
-        again = int(behind[tail & (behind > 0)].min(initial=self.total))
-        wrong: NDArray[np.bool_] = positions != np.where(tail, self.offset % again, self.offset)
+        first_again = int(behind[tail & (behind > 0)].min(initial=self.total))
+        wrong: NDArray[np.bool_] = positions != np.where(tail, self.offset % first_again, self.offset)
         return wrong
 
     def _is_declared(self, name: str) -> bool:

@@ -32,7 +32,9 @@ def canonical(batch: Any) -> Checked:
     """Return a batch's values as numpy arrays by the canonical pack's names. Raises InvariantError."""
     if isinstance(batch, Pack):
         return batch
-    beside, keys = ({name: numpy_of(value) for name, value in of.items()} for of in (getattr(batch, "rest", {}), batch))
+    beside, keys = (
+        {name: numpy_of(value) for name, value in values.items()} for values in (getattr(batch, "rest", {}), batch)
+    )
     format, rules = format_of(keys), getattr(batch, "rules", None)
     values = {**beside, **keys, **{name: keys.get(key) for name, key in _KEYS.get(format, {}).items()}}
     if format:

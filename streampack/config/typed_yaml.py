@@ -257,9 +257,9 @@ def _type_at(kind: Any, path: str, mapping: bool = False) -> Any:
         else:
             kind = next(field.type for field in _fields(kind) if field.encode_name == step)
         while get_origin(kind) in (Annotated, Union, UnionType):
-            every = get_args(kind)
-            trees = (part for part in every if hasattr(part, "__struct_fields__"))
-            kind = next(trees, every[0]) if left or mapping else every[0]
+            members = get_args(kind)
+            trees = (part for part in members if hasattr(part, "__struct_fields__"))
+            kind = next(trees, members[0]) if left or mapping else members[0]
     return kind
 
 

@@ -224,8 +224,8 @@ class Broker:
         if not is_trainer:
             effects = self.leases.leave(peer, ProducerDeparture.KEY_CHANGED)
             return effects + self.leases.credits.send(peer, word)
-        reads = self._read_by(peer)
-        effects = [] if reads is None else self._advance(reads, reads.readers.leave(peer, Departure.KEY_CHANGED))
+        feed = self._read_by(peer)
+        effects = [] if feed is None else self._advance(feed, feed.readers.leave(peer, Departure.KEY_CHANGED))
         return effects + self._send(peer, word)
 
     # The log
@@ -325,11 +325,11 @@ class Broker:
         if isinstance(ask, Skip):
             return feed.skip(ask.first, ask.last, event.note), ask.first, None
         for stream in ask.add if isinstance(ask, Restream) else ():  # a stream belongs to one feed
-            of = self.leases.partitions.streams.get(stream.name)
-            if of is not None and of.feed != feed.name:
+            opened = self.leases.partitions.streams.get(stream.name)
+            if opened is not None and opened.feed != feed.name:
                 raise ValueError(
-                    f"got a new stream {stream.name!r}, expected an unused name, because feed {of.feed!r} has a stream "
-                    f"with this name"
+                    f"got a new stream {stream.name!r}, expected an unused name, because feed {opened.feed!r} has a "
+                    f"stream with this name"
                 )
         if isinstance(ask, Cancel):
             return feed.cancel(ask.id, event.note), None, ask.id
@@ -361,20 +361,20 @@ class Broker:
     @_from_trainers.of(Message)
     def _to_reader(self, message: Message, event: FromTrainer) -> list[Effect]:
         """Pass a message on to the feed that its sender reads."""
-        reads = self._read_by(event.peer)
-        if reads is None:
+        feed = self._read_by(event.peer)
+        if feed is None:
             return self._send(event.peer, Who())
-        return self._advance(reads, reads.readers.receive(event.peer, event.envelope, self._now))
+        return self._advance(feed, feed.readers.receive(event.peer, event.envelope, self._now))
 
     @_from_trainers.of(Get, ReaderPing)
     def _on_progress(self, message: Get | ReaderPing, event: FromTrainer) -> list[Effect]:
         """Pass a reader's progress on; only the last rank to return a step advances the feed."""
-        reads = self._read_by(event.peer)
-        if reads is None:
+        feed = self._read_by(event.peer)
+        if feed is None:
             return self._send(event.peer, Who())
-        released = reads.steps.released_upto
-        effects = reads.readers.receive(event.peer, event.envelope, self._now)
-        return effects if reads.steps.released_upto == released else self._advance(reads, effects)
+        released = feed.steps.released_upto
+        effects = feed.readers.receive(event.peer, event.envelope, self._now)
+        return effects if feed.steps.released_upto == released else self._advance(feed, effects)
 
     @_from_trainers.of(RelayMessage)
     def _on_relay(self, message: RelayMessage, event: FromTrainer) -> list[Effect]:
@@ -392,9 +392,9 @@ class Broker:
         feed = self.feeds.get(message.feed)
         if feed is None:
             return self._refuse_feed(event.peer, message.feed)
-        reads, effects = self._read_by(event.peer), list[Effect]()
-        if reads is not None and reads is not feed:
-            effects = self._advance(reads, reads.readers.leave(event.peer, Departure.OTHER_FEED))
+        old_feed, effects = self._read_by(event.peer), list[Effect]()
+        if old_feed is not None and old_feed is not feed:
+            effects = self._advance(old_feed, old_feed.readers.leave(event.peer, Departure.OTHER_FEED))
         effects += self._advance(feed, feed.readers.receive(event.peer, event.envelope, self._now))
         if feed.readers.num_readers:
             self._used.add(feed.name)

@@ -207,8 +207,8 @@ def _described(value: Any) -> Any:
         layout = "C" if flags.c_contiguous else "F" if flags.f_contiguous else "A"
         return "array", value.dtype.str, value.ndim, layout, bool(flags.writeable), bool(flags.aligned)
     if isinstance(value, tuple):
-        of = type(value)
-        return "tuple", of.__module__, of.__qualname__, key_of(*value)
+        kind = type(value)
+        return "tuple", kind.__module__, kind.__qualname__, key_of(*value)
     if isinstance(value, np.generic):
         return value.dtype.str
     return type(value).__name__
@@ -226,11 +226,11 @@ def _example(described: Any) -> Any:
         examples = [_example(value) for value in values]
         return tuple(examples) if module == "builtins" else _class(module, name)(*examples)
     _, dtype, ndim, layout, writeable, aligned = described
-    of = np.dtype(dtype)
+    kind = np.dtype(dtype)
     if aligned:
-        array = np.zeros((4,) * ndim, of, order="F" if layout == "F" else "C")
+        array = np.zeros((4,) * ndim, kind, order="F" if layout == "F" else "C")
     else:
-        array = np.ndarray((4,) * ndim, of, bytearray(4**ndim * of.itemsize + 1), 1)
+        array = np.ndarray((4,) * ndim, kind, bytearray(4**ndim * kind.itemsize + 1), 1)
     if layout == "A":
         array = array[(slice(None, None, 2),) * ndim]
     array.flags.writeable = writeable

@@ -317,10 +317,10 @@ def _tree_tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, depths:
     fields = []
     for field in rules.fields:
         if field.name in frames:
-            of = at["sample" if field.axis == "sample" else field.align]
-            shape = (of[-1], *field.shape)
+            row_bounds = at["sample" if field.axis == "sample" else field.align]
+            shape = (row_bounds[-1], *field.shape)
             values = _array(frames[field.name], field.storage.str, prod(shape)).reshape(shape)
-            fields.append((field, Column(values, of)))
+            fields.append((field, Column(values, row_bounds)))
     ids = _array(frames[INPUT_IDS], rules.tokens, bounds[-1]) if INPUT_IDS in frames else None
     return replace(tokens, input_ids=ids, fields=fields)
 

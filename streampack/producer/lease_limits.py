@@ -49,8 +49,8 @@ class LeaseLimits:
             field.name: np.zeros((int(is_by_sample(field)), *field.shape), field.storage) for field in lease.fields
         }
         self._rejected[TOKENS] = np.zeros(0, self._dtype)
-        every = (*lease.fields, *(lease.late_fields or ()))
-        token_bytes = self._dtype.itemsize + sum(field.value_bytes for field in every if not is_by_sample(field))
+        fields = (*lease.fields, *(lease.late_fields or ()))
+        token_bytes = self._dtype.itemsize + sum(field.value_bytes for field in fields if not is_by_sample(field))
         self._token_bytes = token_bytes
         self.room = lease.max_chunk_bytes // token_bytes
         """Largest number of tokens in a batch."""

@@ -200,7 +200,9 @@ def _mark_loops(template: nodes.Template, environment: Environment) -> None:
 def _indexed(loop: nodes.For, number: str) -> list[str]:
     """Return the names of ``values`` in ``values[number]``, where ``number`` is the variable of a loop."""
     indexings = [(item.node, item.arg) for item in loop.find_all(nodes.Getitem)]
-    pairs = [(of.name, at.name) for of, at in indexings if isinstance(of, nodes.Name) and isinstance(at, nodes.Name)]
+    pairs = [
+        (base.name, at.name) for base, at in indexings if isinstance(base, nodes.Name) and isinstance(at, nodes.Name)
+    ]
     return sorted({name for name, at in pairs if at == number})
 
 

@@ -185,12 +185,12 @@ class FileTokenizer(PairEncoder):
 
     def _check_variables(self) -> None:
         """Raise ConfigError for a variable in the settings that no chat template reads."""
-        reads = frozenset[str]().union(*(template.reads for template in self._compiled.values()))
+        names_read = frozenset[str]().union(*(template.reads for template in self._compiled.values()))
         for name in self._settings.chat_template_kwargs:
             if wrong := wrong_variables({name: None}):
                 raise ConfigError(f"tokenizer.{wrong}")
-            if name not in reads:
-                names = ", ".join(sorted(reads - {"messages", "tools", "add_generation_prompt"})) or "none"
+            if name not in names_read:
+                names = ", ".join(sorted(names_read - {"messages", "tools", "add_generation_prompt"})) or "none"
                 raise ConfigError(
                     f"tokenizer.chat_template_kwargs: got {name}, but the chat template reads no such variable. It "
                     f"reads: {names}. Correct or remove the name"

@@ -85,12 +85,12 @@ def _stage_text(stage: Tree | None) -> str:
 
 def _places_table(samples: list[tuple[int, Tree]]) -> Table:
     """Return a table of (pack, sample) with the file and row of each sample, and its pass if it is not the first."""
-    table, again = new_table(), any((sample["pass"] or 1) > 1 for _, sample in samples)
-    add_numbers(table, ("pack", *(("pass",) if again else ()), "tokens"))
+    table, has_passes = new_table(), any((sample["pass"] or 1) > 1 for _, sample in samples)
+    add_numbers(table, ("pack", *(("pass",) if has_passes else ()), "tokens"))
     for name in ("sample", "read from"):
         table.add_column(name, overflow="fold")
     for pack, sample in samples:
-        times = (str(sample["pass"] or "?"),) if again else ()
+        times = (str(sample["pass"] or "?"),) if has_passes else ()
         table.add_row(str(pack), *times, f"{sample['length']:,}", _name(sample), sample["origin"] or _NO_PLACE)
     return table
 
@@ -98,8 +98,10 @@ def _places_table(samples: list[tuple[int, Tree]]) -> Table:
 def _show_text(console: Console, pack: int, sample: Tree) -> None:
     """Print the place of a sample, and its text, or its tokens if it was no text."""
     console.print()
-    again = f", pass {sample['pass']}" if (sample["pass"] or 1) > 1 else ""
-    head = f"{_name(sample)}  pack {pack}  {counted(sample['length'], 'token')}  {sample['origin'] or _NO_PLACE}{again}"
+    number = f", pass {sample['pass']}" if (sample["pass"] or 1) > 1 else ""
+    head = (
+        f"{_name(sample)}  pack {pack}  {counted(sample['length'], 'token')}  {sample['origin'] or _NO_PLACE}{number}"
+    )
     console.print(Text(head, style="bold"), soft_wrap=True)
     if sample["origin"] is None:
         return

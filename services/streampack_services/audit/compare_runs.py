@@ -44,7 +44,7 @@ def compare(one: Ledger, other: Ledger, feed: str | None) -> Tree:
     skips: tuple[list[int], list[int]] = [], []  # steps that only this run skips
     for own_feed, other_feed in _pairs(ledgers, feeds):
         compared, last = compared + 1, own_feed.step
-        skipped = [of.is_skipped(last) for of in feeds]
+        skipped = [feed.is_skipped(last) for feed in feeds]
         if skipped[0] != skipped[1]:
             skips[skipped[1]].append(last)
             differing.append(last)
@@ -57,8 +57,8 @@ def compare(one: Ledger, other: Ledger, feed: str | None) -> Tree:
             break
     if not compared:
         raise UserError(f"The runs have no step of feed {feeds[0].name!r} in common. Pass the state_dirs of two runs.")
-    ends = [of.end.num_steps if of.end is not None else None for of in feeds]
-    steps = [ledger.last_before(of.name, 1 << 62) + 1 for ledger, of in zip(ledgers, feeds, strict=True)]
+    ends = [feed.end.num_steps if feed.end is not None else None for feed in feeds]
+    steps = [ledger.last_before(feed.name, 1 << 62) + 1 for ledger, feed in zip(ledgers, feeds, strict=True)]
     why = [*_skips(feeds[0], "first", skips[0]), *_skips(feeds[1], "second", skips[1]), *reasons]
     return {
         "runs": [ledger.state.run for ledger in ledgers], "feed": feeds[0].name, "equal": not differing,
@@ -69,7 +69,7 @@ def compare(one: Ledger, other: Ledger, feed: str | None) -> Tree:
 
 def _pairs(ledgers: Ledgers, feeds: Feeds) -> Iterator[tuple[StepRows, StepRows]]:
     """Yield the records of each step that both runs have, in the lineages that count."""
-    counts, other_counts = (_counting(ledger, of) for ledger, of in zip(ledgers, feeds, strict=True))
+    counts, other_counts = (_counting(ledger, feed) for ledger, feed in zip(ledgers, feeds, strict=True))
     left, right = next(counts, None), next(other_counts, None)
     while left is not None and right is not None:
         if left.step == right.step:
@@ -97,9 +97,11 @@ def _skips(feed: FeedHistory, which: str, steps: list[int]) -> list[str]:
 def _reasons(ledgers: Ledgers, feeds: Feeds, steps: tuple[StepRows, StepRows]) -> list[str]:
     """Return the reasons for which a step has other samples, as sentences."""
     number = steps[0].step
-    rules = [replace(of.rules_at(number, step.lsn), stages=of.stages) for of, step in zip(feeds, steps, strict=True)]
+    rules = [
+        replace(feed.rules_at(number, step.lsn), stages=feed.stages) for feed, step in zip(feeds, steps, strict=True)
+    ]
     reasons = [f"The rules differ: {line}." for line in differences(*rules)]
-    reasons += _changes([of.changes_at(number, step.lsn)[1:] for of, step in zip(feeds, steps, strict=True)], feeds)
+    reasons += _changes([feed.changes_at(number, step.lsn)[1:] for feed, step in zip(feeds, steps, strict=True)], feeds)
     for stream in feeds[0].streams.keys() & feeds[1].streams.keys():
         sources, other_sources = (ledger.history.sources.get(stream, []) for ledger in ledgers)
         if sources and other_sources and set(sources) != set(other_sources):
@@ -116,8 +118,8 @@ def _changes(changes: list[list[RulesFrom]], feeds: Feeds) -> list[str]:
     """Describe the first change of the rules that has another place in the second run, as a sentence."""
     for one, other in zip_longest(*changes):
         if one is None or other is None:
-            which, of, change = ("second", feeds[1], other) if one is None else ("first", feeds[0], one)
-            return [f"Only the {which} run changed its rules at step {change.step}: {of.name_of(change)}."]
+            which, feed, change = ("second", feeds[1], other) if one is None else ("first", feeds[0], one)
+            return [f"Only the {which} run changed its rules at step {change.step}: {feed.name_of(change)}."]
         if (one.step, one.position) != (other.step, other.position):
             places = [f"step {branch.step} ({branch.position} merged samples)" for branch in (one, other)]
             return [f"{feeds[0].name_of(one)} began at {places[0]} in the first run, and {places[1]} in the second."]
@@ -126,7 +128,7 @@ def _changes(changes: list[list[RulesFrom]], feeds: Feeds) -> list[str]:
 
 def _samples(feeds: Feeds, steps: tuple[StepRows, StepRows]) -> list[str]:
     """Describe the samples of a step that differ between both runs, as sentences."""
-    crcs, other_crcs = (_crcs(of, step) for of, step in zip(feeds, steps, strict=True))
+    crcs, other_crcs = (_crcs(feed, step) for feed, step in zip(feeds, steps, strict=True))
     sentences = []
     if changed := sorted(sample for sample, crc in crcs.items() if other_crcs.get(sample, crc) != crc):
         sentences.append(f"Samples have other tokens or fields: {_names(changed)}.")

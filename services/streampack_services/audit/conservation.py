@@ -51,8 +51,8 @@ class Books:
             self._pieces.append((index[~whole], part[~whole]))
         heads, counts = np.unique(index[whole], return_counts=True)
         self._reach(heads)
-        again = (counts > 1) | np.isin(self._is[heads], (BEFORE, IN_STEP, DROPPED))
-        self._twice += [(head, 0) for head in heads[again].tolist()]
+        is_again = (counts > 1) | np.isin(self._is[heads], (BEFORE, IN_STEP, DROPPED))
+        self._twice += [(head, 0) for head in heads[is_again].tolist()]
         self.num_samples += int((self._is[heads] != IN_STEP).sum())
         self._is[heads] = IN_STEP
 
@@ -106,8 +106,8 @@ class Books:
         """Return (index, part) of all samples and parts that are in the steps more than once, sorted."""
         nothing = np.zeros(0, np.int64)
         index, part = self._sorted_pieces(nothing, nothing)
-        again = part == self._parts_before(index, part)
-        return sorted({*self._twice, *zip(index[again].tolist(), part[again].tolist(), strict=True)})
+        is_back = part == self._parts_before(index, part)
+        return sorted({*self._twice, *zip(index[is_back].tolist(), part[is_back].tolist(), strict=True)})
 
     def _sorted_pieces(self, index: I64, part: I64) -> tuple[I64, I64]:
         """Return the known parts other than 0 together with the given ones, sorted by (index, part)."""

@@ -251,10 +251,10 @@ def as_recorded(config: BrokerConfig, recorded: Mapping[str, Rules]) -> Plan:
 
 def _held(rules: Rules, sample: int) -> str:
     """Describe for a person the samples and packs that a feed must hold at once, in the stage that needs the most."""
-    every = rules_of_stages(rules)
-    largest = max(range(len(every)), key=lambda number: needed_tokens(every[number], sample))
+    stages = rules_of_stages(rules)
+    largest = max(range(len(stages)), key=lambda number: needed_tokens(stages[number], sample))
     stage = f" in stage {rules.stages[largest - 1].name!r}" if largest else ""
-    rules = every[largest]
+    rules = stages[largest]
     if rules.batch is None:
         outliers = " (plus outliers that joint balance keeps)" if rules.balance.kind == "joint" else ""
         return (

@@ -305,8 +305,8 @@ class Reporter:
         for number, (stream, counts, mixed) in enumerate(
             zip(feed.latest_rules.streams, counted, feed.mixture(), strict=False)
         ):
-            every, seen = leases.partitions, leases.seen(stream.name)
-            credits = every.granted(stream.name)
+            partitions, seen = leases.partitions, leases.seen(stream.name)
+            credits = partitions.granted(stream.name)
             rows.append(
                 filled(
                     StreamStatus,
@@ -316,7 +316,7 @@ class Reporter:
                     feed=feed.name,
                     recent_share=None if not recent else recent[number] if number < len(recent) else 0.0,
                     partitions=stream.partitions,
-                    ended_partitions=sum(every.intakes[p].ended for p in every.of_stream(stream.name)),
+                    ended_partitions=sum(partitions.intakes[p].ended for p in partitions.of_stream(stream.name)),
                     rejected=mixed.rejected,
                     warnings=dict(counts.warnings),
                     last_seen_s=seen.last_s,

@@ -55,8 +55,8 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
         return None
     if _streams_change(feed, rules):
         return None
-    every = [_stream_left(core, feed, number, stream) for number, stream in enumerate(rules.streams) if stream.gives]
-    left = [stream for stream in every if stream is not None]
+    streams = [_stream_left(core, feed, number, stream) for number, stream in enumerate(rules.streams) if stream.gives]
+    left = [stream for stream in streams if stream is not None]
     stops = [stream for stream in left if stream.share is not None]
     if len(stops) < sum(stream.on_exhaust == "stop" and stream.gives for stream in rules.streams):
         return None
@@ -72,7 +72,7 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
     ways = [
         estimate([stream], in_window, of_step, spread) for stream in stops
     ]  # the feed ends with the first of these streams
-    if len(left) == len(every):
+    if len(left) == len(streams):
         ways.append(estimate([stream._replace(share=None) for stream in left], in_window, of_step, spread))
     if not ways or not of_step:
         return None
@@ -126,10 +126,11 @@ def size_left(size: SourceSize, passes: int) -> tuple[float, float]:
 
 def _stream_left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> Left | None:
     """Return the samples left of stream ``number`` of the feed; None if their number is unknown."""
-    every, merge, counts = core.leases.partitions, feed.planner.merge.current, feed.planner.admission.counts[number]
-    partitions = every.of_stream(stream.name)
-    merged = int(sum(merge.merged_samples[every.stream_of[p].number_in_feed(p)] for p in partitions))
-    totals = [every.intakes[p].recorded.known_total for p in partitions]
+    partitions, planner = core.leases.partitions, feed.planner
+    merge, counts = planner.merge.current, planner.admission.counts[number]
+    numbers = partitions.of_stream(stream.name)
+    merged = int(sum(merge.merged_samples[partitions.stream_of[p].number_in_feed(p)] for p in numbers))
+    totals = [partitions.intakes[p].recorded.known_total for p in numbers]
     if None not in totals:
         total, variance = float(sum(count or 0 for count in totals)), 0.0
     elif stream.passes is not None and (size := core.leases.producers.size(stream.name)) is not None:

@@ -91,24 +91,24 @@ def _of_broker(follows: Tree) -> Iterator[tuple[str, str]]:
     """Yield what follows from a broker.yaml."""
     feeds = list(dict.fromkeys(path.split(".")[1] for path in follows if path.startswith("feeds.")))
     for feed in feeds[:3]:
-        at, of = f"feeds.{feed}.", f" of {feed}" if len(feeds) > 1 else ""
+        at, suffix = f"feeds.{feed}.", f" of {feed}" if len(feeds) > 1 else ""
         if f"{at}step_tokens" in follows:
             yield (
-                f"step{of}",
+                f"step{suffix}",
                 (f"{follows[at + 'step_tokens']:,} tokens, {follows[at + 'micro_batches']} micro-batches a rank"),
             )
         elif f"{at}batch_tokens" in follows:
-            yield f"step{of}", f"at most {count_text(follows[at + 'batch_tokens'])} tokens in memory"
-        yield f"mesh{of}", f"dp {_few(follows[at + 'dp'])}; cp {_few(follows[at + 'cp'])}"
+            yield f"step{suffix}", f"at most {count_text(follows[at + 'batch_tokens'])} tokens in memory"
+        yield f"mesh{suffix}", f"dp {_few(follows[at + 'dp'])}; cp {_few(follows[at + 'cp'])}"
         shares = {path.removeprefix(f"{at}share."): value for path, value in follows.items() if f"{at}share." in path}
         listed = ", ".join(f"{name} {value:.1%}" for name, value in list(shares.items())[:MOST_STREAMS])
         more = f" and {len(shares) - MOST_STREAMS} more" if len(shares) > MOST_STREAMS else ""
-        yield f"mixture{of}", listed + more
+        yield f"mixture{suffix}", listed + more
         if follows.get(f"{at}padding"):
-            yield f"padding{of}", f"{follows[at + 'padding']:g} tokens a sample, for alignment"
+            yield f"padding{suffix}", f"{follows[at + 'padding']:g} tokens a sample, for alignment"
         if f"{at}patience" in follows:
             late, early = counted(follows[at + "patience"], "step"), counted(follows[at + "early_steps"], "step")
-            yield f"wait{of}", f"a sample is at most about {late} late and {early} early"
+            yield f"wait{suffix}", f"a sample is at most about {late} late and {early} early"
     if len(feeds) > 3:
         yield "feeds", f"and {counted(len(feeds) - 3, 'more feed')}"
     yield (

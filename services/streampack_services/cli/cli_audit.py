@@ -128,8 +128,8 @@ def why(
             for answer in reports if dp is not None else ():
                 answer["packs"] = [pack for pack in answer["packs"] if pack["dp_rank"] == dp]
             if produce:
-                of = audit.feed_of(opened, feed)
-                sample_texts.add_places(of, reports, _sources(produce), texts=text)
+                history = audit.feed_of(opened, feed)
+                sample_texts.add_places(history, reports, _sources(produce), texts=text)
             report = reports[0] if step == str(steps.first) else {"run": opened.state.run, "steps": reports}
             print_result(report, as_json, audit_report.show_steps)
         elif sample is not None:

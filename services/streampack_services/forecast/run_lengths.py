@@ -120,7 +120,7 @@ class Served:
         """
         lengths = stretches(self.lengths, most)
         whole = self.ended and len(lengths) == self.samples
-        every = by_length(self.lengths) if self.ended and not whole and len(self.lengths) == self.samples else None
+        by_count = by_length(self.lengths) if self.ended and not whole and len(self.lengths) == self.samples else None
         used = f"the forecast uses {len(lengths):,} of the {self.samples:,} samples of the run, {self.note}"
         notes = [f"{used}; overlong samples count as the run truncated or split them"]
         if self.sharing is not None:
@@ -130,7 +130,7 @@ class Served:
             notes.append("the forecast counts shared tokens for each sample that has them")
         sizes = (stretches(self.media_sizes, most),) if media and self.media_sizes is not None else None
         total = float(self.samples) if self.ended else None
-        stream = StreamLengths("data", (lengths,), (whole,), total, every=every, media=sizes)
+        stream = StreamLengths("data", (lengths,), (whole,), total, every=by_count, media=sizes)
         return Workload(self.what, (stream,), notes)
 
 
@@ -141,61 +141,64 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
     Raises UserError if the feed has no steps, LedgerDamaged if the ledger is damaged.
     """
     with read_ledger(state_folder(state_dir, None)) as ledger:
-        of = why.feed_of(ledger, feed)
-        rules, run = of.rules_at(NEVER), ledger.state.run
+        history = why.feed_of(ledger, feed)
+        rules, run = history.rules_at(NEVER), ledger.state.run
         if rules.padded:
             raise UserError(
-                f"{state_dir}: feed {of.name!r} is padded, so its batches depend on the mesh, which a log does not "
-                f"record. Pass the address of the running broker."
+                f"{state_dir}: feed {history.name!r} is padded, so its batches depend on the mesh, which a log does "
+                f"not record. Pass the address of the running broker."
             )
-        numbers, sums, media, order = [], np.zeros(6, np.int64), MediaFigures(rules), RunOrder(of)
-        forming, by_stage = FormingRules(ledger, of), dict[int, dict[str, Any]]()
-        for step in ledger.steps(of.name):
-            if of.effective(step.step) == step.lineage:
+        numbers, sums, media, order = [], np.zeros(6, np.int64), MediaFigures(rules), RunOrder(history)
+        forming, by_stage = FormingRules(ledger, history), dict[int, dict[str, Any]]()
+        for step in ledger.steps(history.name):
+            if history.effective(step.step) == step.lineage:
                 numbers.append(step.step)
                 order.add(step)
                 own = forming.of(step).rules
                 sums += (of_step := _sums(step, own))
-                if (stage := of.stage_at(step.step, step.lsn)) is not None:
+                if (stage := history.stage_at(step.step, step.lsn)) is not None:
                     _count_stage(by_stage.setdefault(stage.number, {"name": stage.name}), step.step, of_step, own)
                 if rules.has_extra_bytes:
                     items, patches, sizes = map(step.column, ("items", "patches", "extra_bytes"))
                     media.add(step.bounds, _slots(step, rules), items, patches, sizes, step.step)
         samples, packs, empty, tokens, slots, shared_tokens = sums.tolist()
         if not samples:
-            raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed a step.")
+            raise UserError(
+                f"{state_dir}: feed {history.name!r} has no step yet. Wait until the run has formed a step."
+            )
         read, waits, note = numbers, None, IN_ORDER
-        if waiting and of.end is None and rules.batch is None:
-            waits = _waiting(of, numbers)
+        if waiting and history.end is None and rules.batch is None:
+            waits = _waiting(history, numbers)
             note = UNKNOWN_WINDOW if waits is None else f"{IN_ORDER}; {waits.num_samples:,} of them were in no step yet"
         if waits is not None:
             read = [number for number in numbers if number < waits.step]
         stretches = stretches_of(np.array(read), max(MOST * len(numbers) // samples, STRETCHES))
-        steps = [[why.recorded(ledger, of, number) for number in stretch.tolist()] for stretch in stretches]
+        steps = [[why.recorded(ledger, history, number) for number in stretch.tolist()] for stretch in stretches]
         steps[-1] += [waits] if waits is not None else []
         lengths, sizes_of_media, bounds = _in_order(steps, rules)
     return Served(
-        f"{run}, feed {of.name}, {counted(len(numbers), 'step')}", lengths, rules,
+        f"{run}, feed {history.name}, {counted(len(numbers), 'step')}", lengths, rules,
         samples + (0 if waits is None else waits.num_samples), packs, empty, tokens, slots, bounds, len(numbers),
-        of.end is not None, note, shared_tokens=shared_tokens, sharing=sharing_of(state_dir, rules),
+        history.end is not None, note, shared_tokens=shared_tokens, sharing=sharing_of(state_dir, rules),
         media=media.counts() if rules.has_extra_bytes else None, media_sizes=sizes_of_media,
-        hours=read_hours(state_dir).get(of.name), order=order.rows(), stages=list(by_stage.values()),
+        hours=read_hours(state_dir).get(history.name), order=order.rows(), stages=list(by_stage.values()),
     )  # fmt: skip
 
 
-def _waiting(of: FeedHistory, numbers: list[int]) -> StepRows | None:
+def _waiting(history: FeedHistory, numbers: list[int]) -> StepRows | None:
     """Return the samples that waited at the last snapshot as one step, with the snapshot's step as its number.
 
     None if there is no snapshot after at least half of the steps ``numbers``.
     """
-    taken = of.snapshot(numbers[-1] + 1)
+    taken = history.snapshot(numbers[-1] + 1)
     if taken is None or 2 * sum(number < taken.step for number in numbers) < len(numbers):
         return None
     form = taken.form
     rows = np.concatenate([np.frombuffer(samples, ROW) for samples in (form.window, form.pending)])
     return StepRows(
-        feed=of.name, lineage=taken.lineage, step=taken.step, lsn=WAITING, digest=b"", chain=b"", num_loss_tokens=0,
-        num_samples=len(rows), bounds=np.array([0, len(rows)]), rows=rows, extras=form.extra_rows(len(rows)),
+        feed=history.name, lineage=taken.lineage, step=taken.step, lsn=WAITING, digest=b"", chain=b"",
+        num_loss_tokens=0, num_samples=len(rows), bounds=np.array([0, len(rows)]), rows=rows,
+        extras=form.extra_rows(len(rows)),
     )  # fmt: skip
 
 
@@ -211,8 +214,8 @@ def _in_order(stretches: list[list[StepRows]], rules: Rules) -> tuple[I64, I64 |
                 sizes.append(sizes_of_recorded(recorded, rules.balance))
             if _closes(steps[-1], rules):
                 bounds.append(sum(map(len, lengths)))
-    every = np.concatenate(lengths)
-    return every, np.concatenate(sizes) if rules.has_extra_bytes else None, np.unique([*bounds, len(every)])
+    all_lengths = np.concatenate(lengths)
+    return all_lengths, np.concatenate(sizes) if rules.has_extra_bytes else None, np.unique([*bounds, len(all_lengths)])
 
 
 def _sums(step: StepRows, rules: Rules) -> I64:

@@ -37,9 +37,9 @@ MOST_SAMPLES = 500_000
 class RunOrder:
     """Collects the steps of a feed that count, in their order."""
 
-    def __init__(self, of: FeedHistory) -> None:
-        self._of = of
-        self._rules = of.rules_at(NEVER)
+    def __init__(self, history: FeedHistory) -> None:
+        self._of = history
+        self._rules = history.rules_at(NEVER)
         self._names = [stream.name for stream in self._rules.streams]
         self._numbers: list[int] = []
         self._sums: list[I64] = []  # of each step, int64 [2, streams]: its samples and tokens by stream

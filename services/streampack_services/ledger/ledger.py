@@ -367,9 +367,9 @@ class Ledger:
 
     def gaps(self, feed: str) -> list[Gap]:
         """Return the ranges of steps that are not recorded here, after which trainers resumed from a checkpoint."""
-        of, unrecorded = self.history.feeds[feed], list[Gap]()
-        for lsn, snapshot in of.brought:
-            replaced = any(branch.lsn > lsn and branch.step < snapshot.step for branch in of.branches)
+        history, unrecorded = self.history.feeds[feed], list[Gap]()
+        for lsn, snapshot in history.brought:
+            replaced = any(branch.lsn > lsn and branch.step < snapshot.step for branch in history.branches)
             first = self.last_before(feed, snapshot.step) + 1
             if not replaced and first < snapshot.step:
                 unrecorded.append(Gap(first, snapshot.step - 1, lsn, snapshot))

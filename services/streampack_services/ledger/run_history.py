@@ -412,10 +412,12 @@ class RunHistory:
         return True
 
 
-def _by_stream(rules: Rules, every: list[int]) -> dict[str, list[int]]:
+def _by_stream(rules: Rules, values: list[int]) -> dict[str, list[int]]:
     """Return numbers of all partitions of a feed by stream; the last streams may lack."""
     bounds = accumulate((stream.partitions for stream in rules.streams), initial=0)
-    parts = {stream.name: every[at : at + stream.partitions] for stream, at in zip(rules.streams, bounds, strict=False)}
+    parts = {
+        stream.name: values[at : at + stream.partitions] for stream, at in zip(rules.streams, bounds, strict=False)
+    }
     return {name: part for name, part in parts.items() if part}
 
 

@@ -302,15 +302,15 @@ def _percent(share: float | None) -> str:
 
 def _hours_text(hours: Tree) -> list[str]:
     """Return the hours of the ranks as sentences."""
-    every = hours["tokens"] + hours["padding"] + hours["waiting"]
-    if not every:
+    total = hours["tokens"] + hours["padding"] + hours["waiting"]
+    if not total:
         return []
 
     def lost(to: str) -> str:
         """Return the hours lost, as ``0.31 (3.2%: stream 0.2, peers 0.11)``, without causes that lost nothing."""
         causes = sorted(hours[f"{to}_by_cause"].items(), key=lambda named: -named[1])
         named = ", ".join(f"{cause} {value:,.3g}" for cause, value in causes if value)
-        return f"{hours[to]:,.3g} ({hours[to] / every:.1%}{': ' if named else ''}{named})"
+        return f"{hours[to]:,.3g} ({hours[to] / total:.1%}{': ' if named else ''}{named})"
 
     spent = f"{hours['tokens']:,.3g} on real tokens, {lost('padding')} lost to padding, {lost('waiting')} lost to waits"
     return [f"Hours of all ranks: {spent}. Training hours include all that trainers do between two steps."]

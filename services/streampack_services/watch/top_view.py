@@ -151,8 +151,8 @@ def _head(view: BrokerView, feed: FeedView, options: PageOptions, width: int) ->
         steps.append(f"{served.committed:,} committed")
     if served.steps_left is not None:
         steps.append(f"about {served.steps_left.estimate:,.0f} left")
-    again = f"iteration {served.round}" if served.round else ""
-    second = row((f"feed {feed.name}", "bold"), again, "steps " + ", ".join(steps))
+    iteration = f"iteration {served.round}" if served.round else ""
+    second = row((f"feed {feed.name}", "bold"), iteration, "steps " + ", ".join(steps))
     kind = "bad" if options.trouble else served.headline.kind
     text = printable(Text(options.trouble or served.headline.text)).plain
     lines = textwrap.wrap(text, max(width, 1), max_lines=HEADLINE, placeholder="…") or [""]
@@ -182,7 +182,7 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
         ("tokens/s", row((count_text(now.tokens_per_s).rjust(6), "bold"), spark(rates), f"{HISTORY_S / 60:.0f} min")),
         ("utilization", row(bar(now.figures.utilization, BAR), f"{now.figures.utilization:.2%}",
                             f"packing efficiency {now.figures.packing_efficiency:.2%}")),
-        ("padding", Text(", ".join(f"{cause} {share_text(of)}" for cause, of in feed.padding_by_cause) or "none")),
+        ("padding", Text(", ".join(f"{cause} {share_text(part)}" for cause, part in feed.padding_by_cause) or "none")),
         ("data wait", Text(feed.waits_text() if feed.ranks else "-",
                          style="yellow" if max(feed.starved.values(), default=0.0) >= 0.05 else "")),
         ("load imbalance", row(cost, window)),
@@ -303,15 +303,15 @@ def stream_lines(
         width: Most characters of a line.
         room: Most lines; None for any number.
     """
-    every = len(streams)
-    if room is not None and every + 2 > room:
+    total = len(streams)
+    if room is not None and total + 2 > room:
         streams = sorted(streams, key=lambda stream: not stream.is_silent)[: max(room - 2, 1)]
-        note = f"{every - len(streams)} more, {note}"
+        note = f"{total - len(streams)} more, {note}"
     columns = [*columns, *(place.figure.name for place in shown_in(StreamStatus))]
     rows = [[stream.status.stream, *(_cell(stream, name) for name in columns)] for stream in streams]
     header = ["", *(name if name in _CELLS else places_in(StreamStatus)[name].figure.label for name in columns)]
     left = [n for n, name in enumerate(header) if name in ("", "hosts")]
-    return [title(counted(every, "stream"), note, width), *table(header, rows, width, left)]
+    return [title(counted(total, "stream"), note, width), *table(header, rows, width, left)]
 
 
 def _cell(stream: StreamView, name: str) -> Cell:

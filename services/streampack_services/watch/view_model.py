@@ -128,10 +128,10 @@ class FeedView:
         """(cause, data wait as in ``starved``), largest first; ``stream NAME`` instead of ``stream``."""
         return by_stream(self.starved, self.status.ranks.recent_streams)
 
-    def waits_text(self, of: str = "") -> str:
-        """Return the data wait of the last minute, since the start, and by cause; ``of`` follows the first share."""
+    def waits_text(self, suffix: str = "") -> str:
+        """Return the data wait of the last minute, since the start and by cause; ``suffix`` follows the first share."""
         ranks = self.status.ranks
-        lately = f"{share_text(sum(self.starved.values()))}{of} in the last {ranks.recent_s:.0f} s"
+        lately = f"{share_text(sum(self.starved.values()))}{suffix} in the last {ranks.recent_s:.0f} s"
         by_cause = ", ".join(f"{cause} {share_text(share)}" for cause, share in self.waits_by_cause)
         text = f"{lately}, {share_text(self.waits_since_start)} since the start"
         return f"{text}: {by_cause}" if by_cause else text

@@ -72,7 +72,7 @@ def split(bounds: I64, costs: I64, keeps: NDArray[np.uint8], count: int) -> tupl
     packs += portions[len(dearest) :]
     origins = np.searchsorted(bounds, [pack[0] if len(pack) else 0 for pack in packs], "right") - 1
     return packs, [
-        int(of) if len(pack) else number for number, (of, pack) in enumerate(zip(origins, packs, strict=True))
+        int(origin) if len(pack) else number for number, (origin, pack) in enumerate(zip(origins, packs, strict=True))
     ]
 
 

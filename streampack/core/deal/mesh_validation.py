@@ -32,10 +32,12 @@ def _packs_refusal(mesh: Mesh, rules: Rules, step: int) -> str:
     packs = rules.packs_unit_from(step)
     if rules.batch is None and packs % mesh.dp:
         divisors = ", ".join(str(d) for d in range(1, min(packs, 512) + 1) if packs % d == 0)
-        of = f"{packs} packs of a step"
+        count = f"{packs} packs of a step"
         if packs != rules.packs:
-            of = f"{packs} packs by which steps grow to {rules.packs}"
-        return f"got dp={mesh.dp}, expected a divisor of the {of} ({divisors}). Change the mesh or `rules.step.packs`"
+            count = f"{packs} packs by which steps grow to {rules.packs}"
+        return (
+            f"got dp={mesh.dp}, expected a divisor of the {count} ({divisors}). Change the mesh or `rules.step.packs`"
+        )
     return ""
 
 

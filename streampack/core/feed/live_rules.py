@@ -86,10 +86,10 @@ class LiveRules:
 
     def every(self) -> list[Rules]:
         """Return the rules at the begin of the run, and after each change that took effect or waits."""
-        every, pending = [self.after(count) for count in range(len(self._history.changes) + 1)], self._history.pending
+        stages, pending = [self.after(count) for count in range(len(self._history.changes) + 1)], self._history.pending
         with suppress(ValueError):  # of a change that is not possible any more, and will not take effect
-            every += self._all(pending, self._streams)[1:] if pending else []
-        return every
+            stages += self._all(pending, self._streams)[1:] if pending else []
+        return stages
 
     def stage(self, count: int) -> BegunStage:
         """Return the stage that begins with the last of the first ``count`` changes."""
@@ -249,8 +249,8 @@ class LiveRules:
     @property
     def ahead_tokens(self) -> int:
         """The most tokens outside steps while samples must not be admitted as fast as they come."""
-        every = [self._history.rules, *(change.rules for change in self._history.changes[: self.applied])]
-        return max(ahead_tokens(rules, self._max_sample_tokens) for rules in every)
+        rules_so_far = [self._history.rules, *(change.rules for change in self._history.changes[: self.applied])]
+        return max(ahead_tokens(rules, self._max_sample_tokens) for rules in rules_so_far)
 
     def know(self, streams: Sequence[StreamRules]) -> None:
         """Add new streams before the merge has them; their quotas reduce the limit of ``memory``."""
@@ -383,10 +383,10 @@ class LiveRules:
 
     def _all(self, pending: Sequence[Scheduled], streams: Sequence[StreamRules]) -> list[Rules]:
         """Return the rules now, and after each of the changes that wait, in the order of their steps."""
-        every = [self.after(len(self._history.changes))]
+        rules_after = [self.after(len(self._history.changes))]
         for change in sorted(pending, key=_order):
             try:
-                every.append(self._with(every[-1], change.ask, change.at.step or 0, streams))
+                rules_after.append(self._with(rules_after[-1], change.ask, change.at.step or 0, streams))
             except ValueError as error:
                 if change.id == self._history.next_id:  # the change that is asked for
                     raise
@@ -394,7 +394,7 @@ class LiveRules:
                     f"change {change.id} ({change.name}), which begins at {change.at}, would not be possible then: "
                     f"{error}. Cancel it first with 'streampack set --cancel {change.id}'"
                 ) from None
-        return every
+        return rules_after
 
     def _with(self, rules: Rules, ask: Difference, step: int, streams: Sequence[StreamRules]) -> Rules:
         """Return the rules after a change. Streams with lower numbers than the new ones pause until their change."""
@@ -405,8 +405,8 @@ class LiveRules:
         rules = apply_change(rules, Restream(remove=ask.remove), step) if ask.remove else rules
         upto = max(number for number, stream in enumerate(streams) if stream.name in names) + 1
         more = (replace(stream, paused=True) for stream in streams[len(rules.streams) : upto])
-        every = (replace(s, paused=False) if s.name in names else s for s in (*rules.streams, *more))
-        return replace(rules, streams=tuple(every), stages=())
+        all_streams = (replace(s, paused=False) if s.name in names else s for s in (*rules.streams, *more))
+        return replace(rules, streams=tuple(all_streams), stages=())
 
 
 def _cuts_anew(old: Rules, new: Rules) -> bool:

@@ -62,11 +62,11 @@ class Outbox:
         if not isinstance(step, PlannedStep):
             return None
         absent = self._leases.accounts.absent
-        again = f"samples of step {step.number} are being read again"
+        reason = f"samples of step {step.number} are being read again"
         for p in (absent[h][0] for h in step.packs.handles.tolist() if h in absent):
             who, stream = self._leases.producers.describe(p), self._leases.partitions.name_of(p)
-            return Missing("stream", f"{again} from {who}", stream)
-        return Missing("stream", again)
+            return Missing("stream", f"{reason} from {who}", stream)
+        return Missing("stream", reason)
 
     def clear(self) -> list[I64]:
         """Forget all steps; return the sample handles of each step, int64 [n]."""

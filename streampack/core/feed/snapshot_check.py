@@ -111,12 +111,12 @@ class SnapshotCheck:
     def _other_streams(self, snapshot: Snapshot) -> str:
         """Return an error text if another feed has a snapshot's streams, or its pushed samples are lost."""
         asks = [change.ask for change in snapshot.asked]
-        every = [stream for ask in asks if isinstance(ask, Restream) for stream in ask.add]
-        every += [stream for change in snapshot.changes for stream in change.rules.streams]
-        for name in {stream.name for stream in every}:
-            of = self._partitions.streams.get(name)
-            if of is not None and of.feed != self._feed:
-                return f"got stream {name!r}, which belongs to feed {of.feed!r}, expected only streams of this feed"
+        added = [stream for ask in asks if isinstance(ask, Restream) for stream in ask.add]
+        added += [stream for change in snapshot.changes for stream in change.rules.streams]
+        for name in {stream.name for stream in added}:
+            opened = self._partitions.streams.get(name)
+            if opened is not None and opened.feed != self._feed:
+                return f"got stream {name!r}, which belongs to feed {opened.feed!r}, expected only streams of this feed"
         for p, merged in zip(self._partitions.of_feed(self._feed), snapshot.merge.merged_samples, strict=False):
             recorded = self._partitions.intakes[p].recorded.next_seq
             if self._partitions.stream_of[p].terms.pushed and merged > recorded:

@@ -119,7 +119,7 @@ class Admission:
         Returns:
             The effects that store tokens, and the sequence numbers of new samples that were dropped, int64 [n].
         """
-        counts, message, every = self.counts[stream], chunk.message, chunk.lengths
+        counts, message, lengths = self.counts[stream], chunk.message, chunk.lengths
         stop, begin = chunk.stop_seq, intake.expected_seq
         known_stop = stop if intake.closed else min(max(intake.known_seq, begin), stop)
         payload = chunk.frames
@@ -130,15 +130,17 @@ class Admission:
         if known_stop < stop:
             skip = known_stop - message.base_seq
             terms = self.terms[stream]
-            pieces = drop_chunk(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip, chunk.tree)
+            pieces = (
+                drop_chunk(lengths[skip:]) if stale else apply_terms(terms, lengths, message.keep, skip, chunk.tree)
+            )
             if chunk.media is not None and not stale:
                 if message.keep == "pack" and over_limits(chunk.media.total(), terms.limits).any():
-                    pieces = drop_chunk(every[skip:])  # the whole group decides, also where a part of it is known
+                    pieces = drop_chunk(lengths[skip:])  # the whole group decides, also where a part of it is known
                 else:
-                    pieces = drop_unfit_media(pieces, every[skip:], chunk.media.after(skip), terms)
+                    pieces = drop_unfit_media(pieces, lengths[skip:], chunk.media.after(skip), terms)
             if repeated is not None and not stale:
                 pieces = drop_some(pieces, repeated[skip:])
-                counts.count_rejected({REPEATED: int((repeated[skip:] & (every[skip:] > 0)).sum())})
+                counts.count_rejected({REPEATED: int((repeated[skip:] & (lengths[skip:] > 0)).sum())})
             store, kept_tokens = self._enter(stream, p, chunk, payload, skip, pieces)
             effects.append(store)
             kept_extra = int(self._table.extra_bytes[store.handles].sum()) if chunk.media is not None else 0
@@ -158,7 +160,7 @@ class Admission:
             counts.lost_tokens += message.lost_tokens
             counts.count_rejected(message.rejected)
             counts.count_warnings(message.warnings)
-        had = int(every[: begin - message.base_seq].sum()) if begin > message.base_seq else 0
+        had = int(lengths[: begin - message.base_seq].sum()) if begin > message.base_seq else 0
         num_bytes = (chunk.num_tokens - had) * self.token_bytes
         if chunk.media is not None:
             num_bytes += chunk.extra_bytes - int(chunk.media.bounds[max(begin - message.base_seq, 0)])
@@ -208,10 +210,10 @@ class Admission:
         awaited = list(intake.awaited_pieces(begin, stop))
         if not awaited:
             return []
-        rows, every = np.array([seq - chunk.message.base_seq for seq, _ in awaited]), chunk.lengths
+        rows, lengths = np.array([seq - chunk.message.base_seq for seq, _ in awaited]), chunk.lengths
         handles = np.array([handle for _, handle in awaited])
         limits = np.array([intake.limit_of(seq, self.terms[stream].limit) for seq, _ in awaited])
-        offsets = (np.cumsum(every) - every)[rows] + self._table.part[handles] * limits
+        offsets = (np.cumsum(lengths) - lengths)[rows] + self._table.part[handles] * limits
         for seq, _ in awaited:
             intake.awaited.pop(seq, None)
         return [_store(chunk, handles, offsets, self._table.length[handles].astype(np.int64), rows, payload)]

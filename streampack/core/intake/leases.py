@@ -300,9 +300,9 @@ class Leases:
 
     def _tell_late_fields(self, peer: bytes, stream: str) -> list[Effect]:
         """Tell a producer that amends samples of a stream which late fields the stream has."""
-        of = self.partitions.streams[stream]
+        opened = self.partitions.streams[stream]
         fields = LateFields(
-            stream=stream, partitions=of.terms.partitions, fields=of.rules.late_fields,
+            stream=stream, partitions=opened.terms.partitions, fields=opened.rules.late_fields,
             max_chunk_bytes=self._capacity.max_chunk_bytes,
         )  # fmt: skip
         return self.credits.send(peer, fields)

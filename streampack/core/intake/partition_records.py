@@ -89,8 +89,8 @@ class PartitionRecords:
 
     def forget_source(self, stream: str) -> None:
         """Let the next producer offer other data, if there is no log and no sample of the stream was admitted."""
-        of = self._partitions.streams[stream]
-        if not self._journal.keeps and not of.admission.counts[of.number].samples:
+        opened = self._partitions.streams[stream]
+        if not self._journal.keeps and not opened.admission.counts[opened.number].samples:
             self.digests.pop(stream, None)
             self._partitions.begins.pop(stream, None)
 

@@ -74,7 +74,7 @@ class StagedIntake:
         p = self._partitions.find(message.stream, message.partition)
         staged = None if p is None else self._partitions.intakes[p].staged
         if p is None or staged is None:
-            names = ", ".join(name for name, of in self._partitions.streams.items() if of.terms.late)
+            names = ", ".join(name for name, stream in self._partitions.streams.items() if stream.terms.late)
             text = (
                 f"got values for stream {message.stream!r} partition {message.partition}, expected a partition of a "
                 f"stream with late fields: {names or 'there is none'}"

@@ -140,7 +140,7 @@ class Layouts:
         """Return the boundaries of each pack."""
         real, padded, first = self.boundaries()
         spans = zip(pairwise(first.tolist()), pairwise(self.first_sample.tolist()), strict=True)
-        return [Layout(self.lengths[slice(*of)], real[slice(*at)], padded[slice(*at)]) for at, of in spans]
+        return [Layout(self.lengths[slice(*samples)], real[slice(*at)], padded[slice(*at)]) for at, samples in spans]
 
 
 def layouts(lengths: I64, counts: I64, align: int | I64, totals: I64) -> Layouts:

@@ -56,15 +56,15 @@ def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
         raise ValueError(f"got context-parallel layout {kind!r}, expected one of {', '.join(LAYOUTS)}")
     if not 0 <= rank < cp:
         raise ValueError(f"got context-parallel rank {rank}, expected 0 <= rank < {cp}")
-    every = np.arange(len(laid.start))
+    all_slices = np.arange(len(laid.start))
     if kind == "whole" or cp == 1:
-        return Slices(laid.start, laid.stop, every, laid.first_segment)
+        return Slices(laid.start, laid.stop, all_slices, laid.first_segment)
     if kind == "zigzag":
         size = laid.stop - laid.start
         _check_even(size, 2 * cp, "segment", f"Set align.sample and align.pack to multiples of {2 * cp}")
         chunk = size // (2 * cp)
         start = np.stack([laid.start + rank * chunk, laid.stop - (rank + 1) * chunk], axis=1).ravel()
-        return Slices(start, start + np.repeat(chunk, 2), np.repeat(every, 2), 2 * laid.first_segment)
+        return Slices(start, start + np.repeat(chunk, 2), np.repeat(all_slices, 2), 2 * laid.first_segment)
     total = laid.stop[laid.first_segment[1:] - 1]
     parts = 2 * cp if kind == "zigzag_pack" else cp
     _check_even(total, parts, "pack", f"Set the budget to a multiple of {parts}")

@@ -49,8 +49,8 @@ class DecodedMedia(NamedTuple):
 
 def num_bytes(fields: Sequence[Field], items: int, patches: int) -> int:
     """Return the bytes of a sample's media without the references themselves; 0 without items."""
-    of = {"item": items, "patch": patches}
-    size = (4 * items if field.is_reference else of[field.axis] * field.value_bytes for field in fields)
+    counts = {"item": items, "patch": patches}
+    size = (4 * items if field.is_reference else counts[field.axis] * field.value_bytes for field in fields)
     return 4 * items + sum(size) if items else 0
 
 

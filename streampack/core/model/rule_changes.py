@@ -174,10 +174,10 @@ def apply_change(rules: Rules, ask: Difference, step: int = 0) -> Rules:
 
 def rules_of_stages(rules: Rules) -> list[Rules]:
     """Return the rules of a run at its begin, and after each of its stages, if these come in order."""
-    every = [msgspec.structs.replace(rules, stages=())]
+    stages = [msgspec.structs.replace(rules, stages=())]
     for stage in rules.stages:
-        every.append(apply_change(every[-1], stage, stage.at.step or 0))
-    return every
+        stages.append(apply_change(stages[-1], stage, stage.at.step or 0))
+    return stages
 
 
 def _staged(rules: Rules, stage: Stage, step: int) -> Rules:

@@ -480,8 +480,8 @@ def _find_difference(got: object, expected: object, path: str) -> str:
         return next(filter(None, differences), "")
     if isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
         names = [item.get("name", at) if isinstance(item, dict) else at for at, item in enumerate(expected)]
-        every = zip(got, expected, names, strict=True)
-        return next(filter(None, (_find_difference(one, other, f"{path}.{name}") for one, other, name in every)), "")
+        triples = zip(got, expected, names, strict=True)
+        return next(filter(None, (_find_difference(one, other, f"{path}.{name}") for one, other, name in triples)), "")
     if got == expected:
         return ""
     return f"{path}: got {_short(got)}, expected {_short(expected)}"

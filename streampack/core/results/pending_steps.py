@@ -99,7 +99,7 @@ class PendingSteps:
         """Return whether the set of names is known for this step, or the step may have a further set."""
         lineage, step, names = key
         lineages = {pending[2] for pending in self._steps if pending[:2] == key[:2]}
-        lineages |= {done for of, done in self._done if of == lineage and self._is_done((lineage, step, done))}
+        lineages |= {done for other, done in self._done if other == lineage and self._is_done((lineage, step, done))}
         return len(lineages) < MOST_NAMES or names in lineages
 
     def add(self, lsn: int, record: ValuesReported) -> Parts | None:

@@ -42,7 +42,7 @@ class JoinTexts:
             claims = (f"{claim.where} asks for rank {claim.mesh}, too" for claim in registry.claims.values())
             return f"all ranks are ready: {next(claims, 'it begins')}"
         names = registry.names_of((ranks for ranks in registry.ranks() if ranks not in there), absent)
-        of = f"{absent} of {registry.num_ranks} ranks are"
+        absent_text = f"{absent} of {registry.num_ranks} ranks are"
         if iteration is None:
-            return f"{of} not ready: {names}"
-        return f"iteration {iteration} waits, because {of} still in the previous iteration: {names}"
+            return f"{absent_text} not ready: {names}"
+        return f"iteration {iteration} waits, because {absent_text} still in the previous iteration: {names}"

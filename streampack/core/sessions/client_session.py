@@ -298,9 +298,9 @@ class ClientSession:
     def _on_unsent(self, event: Unsent) -> list[Effect]:
         """Schedule an early retry of a message that never left this process."""
         kinds = ((Attach, self._attach_again), (Get, self._get_again), (Question, self._ask_again))
-        for kind, again in kinds:
+        for kind, retry in kinds:
             if isinstance(event.envelope.message, kind):
-                again.unsent(self._now)
+                retry.unsent(self._now)
         return []
 
     # Messages of the broker

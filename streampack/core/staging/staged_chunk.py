@@ -254,7 +254,7 @@ class StagedChunk:
         """Return the frames of the tokens and of all fields for the samples ``rows``; for all samples with None."""
         tokens, *sent = self._sent_frames(rows)
         frames, sent_frames = [tokens], iter(sent)
-        every = range(len(self.lengths)) if rows is None else rows.tolist()
+        all_rows = range(len(self.lengths)) if rows is None else rows.tolist()
         for late_field in fields:
             by_sample = late_field.axis == "sample"
             if not late_field.late:
@@ -262,7 +262,7 @@ class StagedChunk:
                 continue
             values = self.values.get(late_field.name, [None] * len(self.lengths))
             none = bytes(late_field.value_bytes) if by_sample else b""  # of a rejected sample
-            frames.append(b"".join(none if (value := values[at]) is None else value for at in every))
+            frames.append(b"".join(none if (value := values[at]) is None else value for at in all_rows))
         return (*frames, *sent_frames)
 
     def _sent_frames(self, rows: I64 | None) -> list[Any]:

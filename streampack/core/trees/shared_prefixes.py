@@ -126,10 +126,10 @@ def fit_trees(source: I64, length: I64, part: I64, shared: I64, limit: int | Non
     reach = tokens = count = 0  # leading tokens that the sample has in common with the last kept one; the run so far
     before, sample = -1, -1
     split = np.append(part[1:], 0) > 0  # a piece that another piece of its sample follows
-    for i, (of, size, number, cut) in enumerate(
+    for i, (piece_sample, size, number, cut) in enumerate(
         zip(source.tolist(), length.tolist(), part.tolist(), split.tolist(), strict=True)
     ):
-        while sample < of:
+        while sample < piece_sample:
             sample += 1
             reach = min(reach, int(shared[sample]))
         if size == 0:

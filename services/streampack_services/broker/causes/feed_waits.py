@@ -91,11 +91,13 @@ class FeedWaits:
             return  # normal: trainers read another feed
         watch.logged = now
         watch.every = min(2 * watch.every, LOG_AT_MOST_EVERY_S) if starved else LOG_IDLE_EVERY_S
-        of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
+        prefix = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
         about = {"about": {"feed": feed.name, "step": feed.readers.steps.formed_upto}}
         wanted = feed.readers.steps.all_there and reasons.reason in ("stream", "memory", "log") and not reasons.batch
         level = logging.WARNING if wanted else logging.INFO
-        log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, filled(WaitingFor, reasons).text, extra=about)
+        log.log(
+            level, "%sno step for %.0f s: %s", prefix, now - watch.since, filled(WaitingFor, reasons).text, extra=about
+        )
 
 
 def waiting_for(feed: Feed) -> Missing | None:

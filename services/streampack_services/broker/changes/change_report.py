@@ -24,9 +24,9 @@ def changes_status(feed: Feed) -> ChangesStatus:
     names = _names(feed)
     step, rules = former.next_step, former.rules
     begun = [_past(change, names) for change in history.changes if change.step <= step]
-    again = [_again(change, names) for change in history.changes if change.step > step]
+    entries = [_again(change, names) for change in history.changes if change.step > step]
     estimated = estimated_steps(feed)
-    waiting = [*again, *(_coming(change, estimated.get(change.id)) for change in history.pending)]
+    waiting = [*entries, *(_coming(change, estimated.get(change.id)) for change in history.pending)]
     coming = sorted(waiting, key=_begin)[:MOST_COMING]
     in_force = RulesInForce(
         stage=begun[-1].name if begun else "",
@@ -41,7 +41,7 @@ def changes_status(feed: Feed) -> ChangesStatus:
     )
     return ChangesStatus(
         in_force=in_force,
-        num_coming=len(again) + len(history.pending),
+        num_coming=len(entries) + len(history.pending),
         coming=coming,
         past=begun[-MOST_PAST:],
         text=_text(in_force, coming) if begun or coming else "",

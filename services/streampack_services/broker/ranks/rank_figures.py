@@ -201,7 +201,7 @@ class RankFigures:
         named = np.flatnonzero(attached)
         starts = np.flatnonzero(np.diff(host, prepend=-1))
 
-        def of(values: NDArray[np.generic], reduce: np.ufunc, nothing: float) -> F64:
+        def by_node(values: NDArray[np.generic], reduce: np.ufunc, nothing: float) -> F64:
             """Return the sum, least or greatest value of each node; ``nothing`` for a node without a rank."""
             reduced = np.full(nodes, nothing)
             if len(starts):
@@ -212,8 +212,11 @@ class RankFigures:
         falling = np.lexsort((-np.nan_to_num(waits.share[order], nan=-1.0), host))
         worst = np.zeros(nodes, np.int64)
         worst[named] = order[falling[starts]]
-        silent_s, done = of(columns.silent_s, np.maximum, 0.0), of(columns.done, np.minimum, 0.0).astype(np.int64)
-        share = of(waits.share, np.maximum, -1.0)
+        silent_s, done = (
+            by_node(columns.silent_s, np.maximum, 0.0),
+            by_node(columns.done, np.minimum, 0.0).astype(np.int64),
+        )
+        share = by_node(waits.share, np.maximum, -1.0)
         lag = np.where(attached > 0, columns.done[order].max(initial=0) - done, 0)
         silent = np.where(silent_s >= self._silent_after_s, silent_s, 0.0)
         costs = np.zeros(len(columns.host))
@@ -221,11 +224,12 @@ class RankFigures:
             means = self._costs.means()
             dp = columns.ranks[0]
             costs = np.where(dp < len(means), means[np.minimum(dp, len(means) - 1)], 0.0)
-        badness = _badness(ranks - attached, silent, of(waits.own, np.maximum, 0.0), lag, share)
+        badness = _badness(ranks - attached, silent, by_node(waits.own, np.maximum, 0.0), lag, share)
         return _Nodes(
-            ranks, attached, worst, silent_s, done, of(columns.have - columns.done, np.minimum, 0.0).astype(np.int64),
-            of(columns.queued, np.add, 0.0).astype(np.int64), of(columns.step_s, np.maximum, -1.0),
-            of(costs, np.maximum, 0.0), np.argsort(-badness, kind="stable"),
+            ranks, attached, worst, silent_s, done,
+            by_node(columns.have - columns.done, np.minimum, 0.0).astype(np.int64),
+            by_node(columns.queued, np.add, 0.0).astype(np.int64), by_node(columns.step_s, np.maximum, -1.0),
+            by_node(costs, np.maximum, 0.0), np.argsort(-badness, kind="stable"),
         )  # fmt: skip
 
     def _node(self, at: int) -> NodeStatus:

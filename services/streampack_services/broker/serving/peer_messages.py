@@ -122,8 +122,10 @@ class MessageReader:
         now = time.monotonic()
         if now >= self._say_damaged_at:  # anyone who reaches the port may send many
             self._say_damaged_at = now + SAY_S
-            of = "" if self._allowed is None else f" of key {self._allowed.name(peer)!r}"
-            log.warning("dropped a message%s that cannot be decoded (%d so far): %s", of, self._counters.damaged, error)
+            key_text = "" if self._allowed is None else f" of key {self._allowed.name(peer)!r}"
+            log.warning(
+                "dropped a message%s that cannot be decoded (%d so far): %s", key_text, self._counters.damaged, error
+            )
         if isinstance(error, wire.OtherVersion) and self._version_answers.allows(now):
             detail = (
                 f"this process uses protocol version {error.version}, but the broker (streampack {__version__}) uses "

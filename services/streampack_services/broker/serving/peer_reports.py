@@ -44,16 +44,16 @@ class PeerReports:
 
         With keys, a warning about a message names its key.
         """
-        of = self._note_warning() if report.level == "warning" else ""
+        suffix = self._note_warning() if report.level == "warning" else ""
         now = time.monotonic()
-        if of and not self._key_lines.setdefault(of, ReportLimit(KEY_BURST, KEY_PER_SECOND)).allows(now):
+        if suffix and not self._key_lines.setdefault(suffix, ReportLimit(KEY_BURST, KEY_PER_SECOND)).allows(now):
             return
         if report.level != "error" and not self._lines.allows(now):
             return
         limits = (self._lines, *self._key_lines.values())
         if held_back := sum(limit.take_held_back() for limit in limits):
             log.warning("suppressed %d log lines that peers caused", held_back)
-        log.log(logging.getLevelName(report.level.upper()), report.text + of, extra={"about": report.about})
+        log.log(logging.getLevelName(report.level.upper()), report.text + suffix, extra={"about": report.about})
 
     def _note_warning(self) -> str:
         """Count a warning against the key of the message that is handled; return a text that names the key.
