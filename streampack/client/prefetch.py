@@ -113,7 +113,7 @@ class Prefetching:
         self._slabs = Slabs()
         self._stage_rules = (Rules(), Rules())
         """The last rules of a step that came with it, and the same with streams."""
-        self._told: deque[Event] = deque()
+        self._events: deque[Event] = deque()
         self._moved_to = ""
         """The broker's new address, until the thread has connected there."""
         self._changed = threading.Condition()
@@ -137,7 +137,7 @@ class Prefetching:
 
     def tell(self, event: Event) -> None:
         """Queue ``event`` for the session and wake the thread, which handles the event."""
-        self._told.append(event)
+        self._events.append(event)
         self._waker.wake()
 
     def turn_to(self, iteration: int) -> None:
@@ -338,8 +338,8 @@ class Prefetching:
 
     def _handle_told(self) -> None:
         """Let the session handle the events that the trainer's thread has queued."""
-        while self._told:
-            self._perform(self._client.handle(self._told.popleft()))
+        while self._events:
+            self._perform(self._client.handle(self._events.popleft()))
 
     def _receive(self, frames: list[Any], kind: type[FromBroker] | type[FromRelay]) -> list[Effect]:
         """Decode a message of the broker and return the session's effects."""

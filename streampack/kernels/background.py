@@ -46,7 +46,7 @@ class Compiler:
         self._busy = threading.Lock()
         """Held while numba is imported, and while it loads a kernel."""
         self._thread: threading.Thread | None = None
-        self._asked: SimpleQueue[tuple[Kernel, Key]] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[Kernel, Key]] = SimpleQueue()
         self._left: dict[Kernel, int] = {}
         """Number of keys of each kernel that are asked for and not there."""
         self._all_there = threading.Condition()
@@ -67,7 +67,7 @@ class Compiler:
         with self._all_there:
             self._left[kernel] = self._left.get(kernel, 0) + len(keys)
         for key in keys:
-            self._asked.put((kernel, key))
+            self._requests.put((kernel, key))
         with self._begun:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._bring, name="streampack-kernels", daemon=True)
@@ -94,7 +94,7 @@ class Compiler:
             self._give_up(f"numba is missing or does not work: {error!r}")
             return
         while True:
-            kernel, key = self._asked.get()
+            kernel, key = self._requests.get()
             if self._over.is_set():
                 return
             try:
@@ -118,7 +118,7 @@ class Compiler:
                         self._helper.close()
                         self._helper = None
                 with self._begun:
-                    if self._asked.empty():
+                    if self._requests.empty():
                         self._thread = None  # the next request begins another one
                         return
 
@@ -188,7 +188,7 @@ class Compiler:
             return
         with contextlib.suppress(Empty):
             while True:
-                helper.ask(*self._asked.get_nowait())
+                helper.ask(*self._requests.get_nowait())
         helper.leave()
 
     def load(self, function: Callable[[], T | None]) -> T | None:
@@ -230,10 +230,10 @@ class Helper:
         finally:
             os.close(write_end)
         self._began = time.monotonic()
-        self._said = threading.Timer(SAY_AFTER_S, self._say)
-        self._said.daemon = True
+        self._report_timer = threading.Timer(SAY_AFTER_S, self._say)
+        self._report_timer.daemon = True
         if not quiet:
-            self._said.start()
+            self._report_timer.start()
 
     def ask(self, kernel: Kernel, key: Key) -> None:
         """Let the process compile a kernel, and keep it on disk. Does nothing if the process has ended."""
@@ -257,7 +257,7 @@ class Helper:
 
     def leave(self) -> None:
         """Leave the process alone; it ends when it has compiled what it was asked for."""
-        self._said.cancel()
+        self._report_timer.cancel()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -265,7 +265,7 @@ class Helper:
 
     def close(self) -> None:
         """End the process."""
-        self._said.cancel()
+        self._report_timer.cancel()
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None

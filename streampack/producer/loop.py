@@ -143,7 +143,7 @@ class ProducerLoop:
         self._reads: deque[Read] = deque()
         self._readers: dict[tuple[PartitionKey, Session], Iterator[TokenChunk]] = {}
         self._read_thread = threading.Thread(target=self._read_all, name="streampack-read", daemon=True)
-        self._asked: SimpleQueue[tuple[Read, Iterator[TokenChunk]] | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[Read, Iterator[TokenChunk]] | None] = SimpleQueue()
         self._answers: deque[tuple[Read, TokenChunk | None, Chunk | None] | BaseException] = deque()
         self._sent: dict[tuple[PartitionKey, Session], deque[_Sent]] = {}
         self._reading: Lease | None = None
@@ -181,7 +181,7 @@ class ProducerLoop:
             self._perform(self._session.handle(Failed(str(error))))
             raise
         finally:
-            self._asked.put(None)
+            self._requests.put(None)
             self._dealer.close()
             self._waker.close()
         if self._finish.error:
@@ -239,13 +239,13 @@ class ProducerLoop:
             reader = source.batches(lease) if isinstance(source, BatchSource) else batches(source, lease)
             self._readers[key, read.session] = reader
         self._reading, self._asked_at = lease, time.monotonic()
-        self._asked.put((read, reader))
+        self._requests.put((read, reader))
 
     def _read_all(self) -> None:
         """Body of the reading thread: read one requested chunk after another, while the other thread pings."""
         crcs_of: CrcsOf = plain
         until_compiled = COMPILED_AFTER
-        while (request := self._asked.get()) is not None:
+        while (request := self._requests.get()) is not None:
             read, reader = request
             try:
                 began = time.perf_counter()

@@ -154,7 +154,7 @@ class HandshakeMonitor:
         self.disconnects = 0
         """Number of connections that have ended."""
         self._first_at = self._last_at = self._looked_at = 0.0
-        self._said = ""
+        self._rejection = ""
 
     def refusal(self, endpoint: str) -> str:
         """Return the reason that the broker at ``endpoint`` rejects the socket; empty while it may still be admitted.
@@ -162,7 +162,7 @@ class HandshakeMonitor:
         After a failed handshake it may wait a second for the first bytes of the broker.
         """
         if time.monotonic() - self._looked_at < LOOK_S:
-            return self._said
+            return self._rejection
         now = self._looked_at = time.monotonic()
         failed = self._failed
         while self._monitor.poll(0):
@@ -171,7 +171,7 @@ class HandshakeMonitor:
             if event == zmq.EVENT_CONNECTED:
                 continue
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._said = (
+                self._rejection = (
                     f"got a broker that rejects key {self._key!r}, expected a broker whose allowed.yaml lists this "
                     f"key. Check whether the key was removed or replaced"
                 )
@@ -184,12 +184,12 @@ class HandshakeMonitor:
                     self._failed, failed, self._first_at = 0, 0, now
                 self._last_at = now
                 self._failed += 1
-        if self._failed > failed and not self._said:
+        if self._failed > failed and not self._rejection:
             mechanism = _mechanism(endpoint)
             if not mechanism:  # no broker answers here, for example because it is dead behind a proxy
                 self._failed, self._last_at = 0, -QUICK_S
-            self._said = self._mismatch(mechanism)
-        return self._said
+            self._rejection = self._mismatch(mechanism)
+        return self._rejection
 
     def _mismatch(self, mechanism: str) -> str:
         """Return the reason of the rejection, judged by the broker's ``mechanism``; empty if not found yet."""

@@ -21,7 +21,7 @@ class Books:
 
     def __init__(self, partitions: int) -> None:
         self.partitions = partitions
-        self._is: NDArray[np.uint8] = np.zeros(1 << 12, np.uint8)
+        self._states: NDArray[np.uint8] = np.zeros(1 << 12, np.uint8)
         self._pieces: list[tuple[I64, I64]] = []
         self._twice: list[tuple[int, int]] = []
         self.num_samples = 0
@@ -51,23 +51,23 @@ class Books:
             self._pieces.append((index[~whole], part[~whole]))
         heads, counts = np.unique(index[whole], return_counts=True)
         self._reach(heads)
-        is_again = (counts > 1) | np.isin(self._is[heads], (BEFORE, IN_STEP, DROPPED))
+        is_again = (counts > 1) | np.isin(self._states[heads], (BEFORE, IN_STEP, DROPPED))
         self._twice += [(head, 0) for head in heads[is_again].tolist()]
-        self.num_samples += int((self._is[heads] != IN_STEP).sum())
-        self._is[heads] = IN_STEP
+        self.num_samples += int((self._states[heads] != IN_STEP).sum())
+        self._states[heads] = IN_STEP
 
     def mark(self, index: I64, where: int) -> I64:
         """Set samples in the state ``NOWHERE`` to the state ``where``; return the indices of all others, int64."""
         self._reach(index)
-        elsewhere = self._is[index] != NOWHERE
-        self._is[index[~elsewhere]] = where
+        elsewhere = self._states[index] != NOWHERE
+        self._states[index[~elsewhere]] = where
         others: I64 = index[elsewhere]
         return others
 
     def in_steps(self, index: I64) -> I64:
         """Return the sample indices from ``index`` that are in a step."""
         self._reach(index)
-        packed: I64 = index[self._is[index] == IN_STEP]
+        packed: I64 = index[self._states[index] == IN_STEP]
         return packed
 
     def upto(self, partition: int) -> int:
@@ -75,14 +75,14 @@ class Books:
 
         The number counts samples of the partition. Rejected samples may follow, because they are not merged.
         """
-        merged = np.flatnonzero(np.isin(self._is[partition :: self.partitions], (BEFORE, IN_STEP, DROPPED)))
+        merged = np.flatnonzero(np.isin(self._states[partition :: self.partitions], (BEFORE, IN_STEP, DROPPED)))
         return int(merged[-1]) + 1 if len(merged) else 0
 
     def missing(self, partition: int, upto: int) -> I64:
         """Return the indices of those of a partition's first ``upto`` samples that are ``NOWHERE``, int64."""
         index = np.arange(upto, dtype=np.int64) * self.partitions + partition
         self._reach(index)
-        unseen: I64 = index[self._is[index] == NOWHERE]
+        unseen: I64 = index[self._states[index] == NOWHERE]
         return unseen
 
     def lost(self, upto: list[int], held_index: I64, held_part: I64) -> list[tuple[int, int]]:
@@ -95,7 +95,7 @@ class Books:
         missing = np.concatenate([self.missing(partition, stop) for partition, stop in enumerate(upto)])
         index, part = self._sorted_pieces(held_index[held_part > 0], held_part[held_part > 0])
         self._reach(index)
-        headless = np.unique(index[self._is[index] == NOWHERE])
+        headless = np.unique(index[self._states[index] == NOWHERE])
         lost_parts = [(head, 0) for head in np.setdiff1d(np.union1d(missing, headless), heads).tolist()]
         before = self._parts_before(index, part)
         for i in np.flatnonzero(part - before > 1).tolist():
@@ -125,7 +125,7 @@ class Books:
 
     def _reach(self, index: I64) -> None:
         """Grow the array of states so that it has an entry for each index."""
-        if len(index) and (most := int(index.max())) >= len(self._is):
-            grown = np.zeros(max(2 * len(self._is), most + 1), np.uint8)
-            grown[: len(self._is)] = self._is
-            self._is = grown
+        if len(index) and (most := int(index.max())) >= len(self._states):
+            grown = np.zeros(max(2 * len(self._states), most + 1), np.uint8)
+            grown[: len(self._states)] = self._states
+            self._states = grown

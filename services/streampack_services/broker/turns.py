@@ -30,7 +30,7 @@ class _Order:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, bytes]] = []
-        self._given: dict[bytes, float] = {}
+        self._time_used: dict[bytes, float] = {}
         self._number = itertools.count()
         self._now = 0.0
         """Time of the name that had the last turn: no name that waits has had less."""
@@ -42,7 +42,7 @@ class _Order:
 
     def wait(self, name: bytes) -> None:
         """Add a name that does not wait yet."""
-        turn = self._given[name] = max(self._given.get(name, 0.0), self._now)
+        turn = self._time_used[name] = max(self._time_used.get(name, 0.0), self._now)
         heappush(self._waiting, (turn, next(self._number), name))
 
     def take(self) -> bytes:
@@ -52,10 +52,10 @@ class _Order:
 
     def give(self, name: bytes, seconds: float) -> None:
         """Count time for a name."""
-        self._given[name] += seconds
-        if len(self._given) > self._most:  # names that wait are kept: their time is never below ``_now``
-            self._given = {name: time for name, time in self._given.items() if time >= self._now}
-            self._most = REMEMBERED + 2 * len(self._given)
+        self._time_used[name] += seconds
+        if len(self._time_used) > self._most:  # names that wait are kept: their time is never below ``_now``
+            self._time_used = {name: time for name, time in self._time_used.items() if time >= self._now}
+            self._most = REMEMBERED + 2 * len(self._time_used)
 
 
 class Turns:

@@ -32,7 +32,7 @@ class Systemd:
         self._beat_every_s = int(limit) / 2e6 if self._watched else 0.0  # half, as sd_watchdog_enabled(3) advises
         self._beat_at = self._status_at = 0.0
         self._status = ""
-        self._said: set[str] = set()
+        self._sent: set[str] = set()
 
     def tell(self, *, ready: bool = False, stopping: bool = False, status: str = "") -> None:
         """Send the state if the state has changed, and the watchdog's message when one is due; ignore errors."""
@@ -40,8 +40,8 @@ class Systemd:
             return
         now = time.monotonic()
         states = [word for word, is_so in (("READY=1", ready), ("STOPPING=1", stopping)) if is_so]
-        lines = [word for word in states if word not in self._said]
-        self._said.update(lines)
+        lines = [word for word in states if word not in self._sent]
+        self._sent.update(lines)
         if status != self._status and (lines or now >= self._status_at):
             self._status, self._status_at = status, now + STATUS_EVERY_S
             lines.append("STATUS=" + " ".join(status.split()))

@@ -38,7 +38,7 @@ class RunOrder:
     """Collects the steps of a feed that count, in their order."""
 
     def __init__(self, history: FeedHistory) -> None:
-        self._of = history
+        self._history = history
         self._rules = history.rules_at(NEVER)
         self._names = [stream.name for stream in self._rules.streams]
         self._numbers: list[int] = []
@@ -91,7 +91,7 @@ class RunOrder:
     def _weight_shares(self, step: int) -> NDArray[np.float64]:
         """Return the share of each stream by the weights of a step, float64 [streams]."""
         weights = np.zeros(len(self._names))
-        own = self._of.rules_at(step).shares_at(step)
+        own = self._history.rules_at(step).shares_at(step)
         weights[: len(own)] = own
         shares: NDArray[np.float64] = weights / weights.sum()
         return shares
@@ -103,7 +103,7 @@ class RunOrder:
         rules = self._rules
         if rules.batch is not None:  # each batch has the samples whose turn it is
             return np.split(np.zeros(len(stream), np.int64), np.cumsum(sizes)[:-1])
-        if any(change.rules.weights_ramp is not None for change in self._of.rules):
+        if any(change.rules.weights_ramp is not None for change in self._history.rules):
             return None
         in_turn = np.lexsort((part, index, stream))
         if rules.merge != "arrival" and rules.between_passes == "continue":
@@ -121,7 +121,7 @@ class RunOrder:
     def _merged(self, by_stream: I64, stream: I64, lengths: I64, parts: I64) -> I64:
         """Return the places of samples in merge order, int64 [n]; ``by_stream``: their places stream after stream."""
         before = sum(int(sums[0].sum()) for sums in self._sums) - len(stream)
-        changes = [change for change in self._of.rules if change.position >= 0]
+        changes = [change for change in self._history.rules if change.position >= 0]
         first = max((n for n, change in enumerate(changes) if change.position <= before), default=0)
         merge, taken, num_known = merge_of(_alone(changes[first].rules)), [], 0
         for at, change in enumerate(changes[first:], first):

@@ -20,7 +20,7 @@ class Reserve:
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self._path, self._num_bytes = folder / "reserve.tmp", num_bytes
-        self._held = False
+        self._is_held = False
         self.is_lent = False
         self.lock = threading.Lock()
         """Held while the log takes space or the reserve is given up."""
@@ -30,7 +30,7 @@ class Reserve:
     def hold(self, free_bytes: int) -> None:
         """Make the file, unless it is there, lent, or larger than the free space."""
         with self.lock:
-            if self._held or self.is_lent or not 0 < self._num_bytes <= free_bytes:
+            if self._is_held or self.is_lent or not 0 < self._num_bytes <= free_bytes:
                 return
             try:
                 fd = open_file(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -38,14 +38,14 @@ class Reserve:
                     os.posix_fallocate(fd, 0, self._num_bytes)
                 finally:
                     os.close(fd)
-                self._held = True
+                self._is_held = True
             except OSError:  # another process has taken the space, or a quota has no room for the file
                 self._path.unlink(missing_ok=True)
 
     def give_up(self) -> None:
         """Free the space."""
         with self.lock:
-            self._held = False
+            self._is_held = False
             self._path.unlink(missing_ok=True)
 
     @contextlib.contextmanager

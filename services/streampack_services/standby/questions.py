@@ -20,14 +20,14 @@ class Questions:
 
     def __init__(self, arbiter: Arbiter, wake: Callable[[], None]) -> None:
         self._arbiter, self._wake = arbiter, wake
-        self._asked: SimpleQueue[CreateEntry | ReadNewest | None] = SimpleQueue()
+        self._requests: SimpleQueue[CreateEntry | ReadNewest | None] = SimpleQueue()
         self._answers: deque[EntryWritten | Newest] = deque()
         self._thread = threading.Thread(target=self._run, name="streampack-arbiter", daemon=True)
         self._thread.start()
 
     def ask(self, question: CreateEntry | ReadNewest) -> None:
         """Ask; the answer comes with a later ``take``."""
-        self._asked.put(question)
+        self._requests.put(question)
 
     def take(self) -> list[EntryWritten | Newest]:
         """Return the answers that have come."""
@@ -35,11 +35,11 @@ class Questions:
 
     def close(self) -> None:
         """End the thread once it has an answer to its last question; a thread that hangs is left behind."""
-        self._asked.put(None)
+        self._requests.put(None)
 
     def _run(self) -> None:
         """Ask the arbiter, one question after another."""
-        while (question := self._asked.get()) is not None:
+        while (question := self._requests.get()) is not None:
             why = ""
             entry = None
             try:

@@ -195,10 +195,10 @@ def _slices(part: NodePart, counts: I64, widths: I64, rules: Rules, layout: str)
     return [first + start for first, start in zip(firsts, before, strict=False)]
 
 
-def _message(part: NodePart, a: int, b: int, c: int, d: int) -> StepPart:
-    """Return the message of one dp rank, which has packs [a, b) and samples [c, d) of ``part``."""
+def _message(part: NodePart, pack: int, pack_stop: int, sample: int, sample_stop: int) -> StepPart:
+    """Return the message of one dp rank, which has these packs and samples of ``part``."""
     head = {name: getattr(part, name) for name in _HEAD}
-    columns = fields_of(cut_columns(columns_of(part), (a, b), (c, d)))
+    columns = fields_of(cut_columns(columns_of(part), (pack, pack_stop), (sample, sample_stop)))
     return StepPart(**head, part=part.rank_part, parts=part.rank_parts, **columns)
 
 

@@ -42,7 +42,7 @@ class Credits:
         self._granted: list[tuple[int, int]] = []
         """Credit of each partition as last sent: (``grant_seq``, ``grant_bytes``)."""
         self._published: deque[tuple[int, PolicyPublished]] = deque()
-        self._told: dict[str, PolicyPublished] = {}
+        self._announced: dict[str, PolicyPublished] = {}
         """The newest policy that is safely published, by feed."""
         self._num_told = 0
         self._held_back: set[int] = set()
@@ -54,14 +54,14 @@ class Credits:
 
     def told(self, feed: str) -> PolicyPublished | None:
         """Return the newest policy that the producers of ``feed`` are told; None if there is none."""
-        return self._told.get(feed)
+        return self._announced.get(feed)
 
     def tell_published(self) -> list[Effect]:
         """Tell pushing producers the versions of policies that are safe now."""
         moved = set[str]()
         while self._published and self._published[0][0] <= self._journal.safe_upto:
             _, published = self._published.popleft()
-            self._told[published.feed] = published
+            self._announced[published.feed] = published
             self._num_told += 1
             moved.add(published.feed)
         partitions = [p for feed in sorted(moved) for p in self._partitions.of_feed(feed)]
@@ -129,7 +129,7 @@ class Credits:
             durable_marks=intake.recorded.durable_marks,
             ended=self._needs_no_more(p), write=keys.safe_write(self._journal.safe_upto),
             keys_full=keys_full, granted=self._granted_tickets(p),
-            policy_version=self._told[stream.feed].version if stream.feed in self._told else msgspec.UNSET,
+            policy_version=self._announced[stream.feed].version if stream.feed in self._announced else msgspec.UNSET,
             policy_number=self._num_told,
         )  # fmt: skip
         return self.send(holder.peer, flow, intake.session)

@@ -137,7 +137,7 @@ class SampleTable:
         for dtype in (ROW, EXTRA_ROW):
             for name in dtype.names or ():
                 setattr(self, name, np.zeros(capacity, dtype[name]))
-        self._had = set[str]()  # columns of EXTRAS that were set for a sample, except keep
+        self._columns_set = set[str]()  # columns of EXTRAS that were set for a sample, except keep
         self._free: I64 = np.arange(capacity, dtype=np.int64)
         self._head, self._num_free = 0, capacity
         self._marks = np.zeros(capacity, np.bool_)
@@ -202,11 +202,11 @@ class SampleTable:
 
     def has(self, name: str) -> bool:
         """Return whether ``put`` ever set a column of ``EXTRAS``; if not, the column need not be read."""
-        return name in self._had
+        return name in self._columns_set
 
     def column_or_0(self, name: str, handles: I64) -> I64 | int:
         """Return a column of ``EXTRAS`` of these samples, int64 [n]; 0 if no sample ever had it."""
-        return self.column(name, handles) if name in self._had else 0
+        return self.column(name, handles) if name in self._columns_set else 0
 
     def extra(self, name: str, handles: I64) -> bytes | UnsetType:
         """Return the columns ``EXTRAS[name]`` of these samples, [n] as bytes; UNSET if the first is 0 for all."""
@@ -242,8 +242,8 @@ class SampleTable:
 
     def put(self, handles: I64, columns: Mapping[str, NDArray[Any]]) -> None:
         """Set the columns of ``EXTRAS`` of samples: these ``columns``, by name, and 0 in all others except ``keep``."""
-        self._had.update(columns)
-        for name in self._had:
+        self._columns_set.update(columns)
+        for name in self._columns_set:
             getattr(self, name)[handles] = columns.get(name, 0)
 
     def _grow(self) -> None:

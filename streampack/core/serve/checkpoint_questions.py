@@ -14,26 +14,26 @@ class CheckpointQuestions:
 
     def __init__(self, link: ReaderLink, registry: RankRegistry, source: StepSource) -> None:
         self._link, self._registry, self._source = link, registry, source
-        self._asked: dict[Reader, int] = {}
+        self._questions: dict[Reader, int] = {}
         """The step whose state each reader waits for."""
         self._commits: dict[Reader, int] = {}
         """The step of the checkpoint whose commit each reader waits for."""
 
     def ask_state(self, reader: Reader, step: int) -> list[Effect]:
         """Send a reader the state of a checkpoint, or return the effects that fetch the state first."""
-        self._asked[reader] = step
+        self._questions[reader] = step
         return self._tell_state(reader)
 
     def tell_states(self) -> list[Effect]:
         """Answer the readers that wait for a checkpoint's state, if the state is known now."""
         self.forget_gone()
-        return [effect for reader in list(self._asked) for effect in self._tell_state(reader)]
+        return [effect for reader in list(self._questions) for effect in self._tell_state(reader)]
 
     def _tell_state(self, reader: Reader) -> list[Effect]:
-        state = self._source.state_of(self._asked[reader])
+        state = self._source.state_of(self._questions[reader])
         if isinstance(state, list):
             return state
-        del self._asked[reader]
+        del self._questions[reader]
         return self._link.send(reader, state)
 
     def commit(self, reader: Reader, step: int) -> list[Effect]:
@@ -55,6 +55,6 @@ class CheckpointQuestions:
 
     def forget_gone(self) -> None:
         """Forget the questions of readers that have left."""
-        for questions in (self._asked, self._commits):
+        for questions in (self._questions, self._commits):
             for reader in [reader for reader in questions if self._registry.named(reader.name) is not reader]:
                 del questions[reader]

@@ -73,7 +73,7 @@ class Readers:
             link, rules, layout, max_readers, registry, receivers, self.attempts, source, steps
         )  # fmt: skip
         self.questions = CheckpointQuestions(link, registry, source)
-        self._told = 0.0
+        self._told_at = 0.0
 
     # Calls of the feed
 
@@ -257,8 +257,8 @@ class Readers:
                 effects += self.attempts.leave(reader, Departure.SILENT, now - reader.heard)
                 self.receivers.note_lost(reader.receiver)
         effects += self.attempts.settle() + self.sender.serve_held_back()  # a reader that others wait for may have left
-        if now - self._told >= max(TELL_S, ping_s):
-            self._told = now
+        if now - self._told_at >= max(TELL_S, ping_s):
+            self._told_at = now
             self.receivers.forget_relays(silent_s)
             outside = [reader for reader in self.registry if not reader.entered]
             effects += [effect for reader in outside for effect in self.attempts.wait(reader)]

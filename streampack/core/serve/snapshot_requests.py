@@ -29,7 +29,7 @@ class SnapshotRequests:
     def __init__(self, registry: RankRegistry) -> None:
         self._registry = registry
         self._here: dict[bytes, Snapshot] = {}
-        self._asked: dict[bytes, tuple[bytes, float]] = {}
+        self._requests: dict[bytes, tuple[bytes, float]] = {}
         """(peer that was asked, time) of each request, by digest."""
 
     def of(self, message: Attach) -> Snapshot | None:
@@ -42,12 +42,12 @@ class SnapshotRequests:
 
     def is_full(self, digest: bytes) -> bool:
         """Return whether readers use ``MOST_BROUGHT`` snapshots besides ``digest``, after forgetting unused ones."""
-        if digest in self._asked and len(self._here.keys() | self._asked.keys()) <= MOST_BROUGHT:
+        if digest in self._requests and len(self._here.keys() | self._requests.keys()) <= MOST_BROUGHT:
             return False  # thousands of readers attach with one snapshot before it comes
         used = {id(reader.snapshot) for reader in self._registry}
         self._here = {key: snapshot for key, snapshot in self._here.items() if id(snapshot) in used}
         pending = {reader.pending.snapshot_digest for reader in self._registry if reader.pending is not None}
-        self._asked = {key: request for key, request in self._asked.items() if key in pending}
+        self._requests = {key: request for key, request in self._requests.items() if key in pending}
         return len({*self._here, *pending} - {digest}) >= MOST_BROUGHT
 
     def should_ask(self, reader: Reader, now: float) -> bytes | None:
@@ -55,27 +55,27 @@ class SnapshotRequests:
         if reader.pending is None:
             return None
         digest = reader.pending.snapshot_digest
-        peer, when = self._asked.get(digest, (reader.peer, -ASK_S))
+        peer, when = self._requests.get(digest, (reader.peer, -ASK_S))
         # A reader that was asked and attaches again later has sent nothing: connections keep the order of messages.
         late = peer == reader.peer and now >= when + ASK_S
         rank = self._registry.at(peer)
         if not late and rank is not None and rank.pending is not None:
             return None
-        self._asked[digest] = reader.peer, now
+        self._requests[digest] = reader.peer, now
         return digest
 
     def expects(self, digest: bytes) -> bool:
         """Return whether the snapshot of this digest was requested from a reader and has not come."""
-        return digest in self._asked
+        return digest in self._requests
 
     def expects_from(self, key: bytes) -> bool:
         """Return whether a reader whose connection begins with ``key`` was asked for a snapshot and still waits."""
-        readers = [self._registry.at(peer) for peer, _ in self._asked.values() if peer.startswith(key)]
+        readers = [self._registry.at(peer) for peer, _ in self._requests.values() if peer.startswith(key)]
         return any(reader is not None and reader.pending is not None for reader in readers)
 
     def take(self, digest: bytes, snapshot: Snapshot) -> Iterable[tuple[Reader, Attach]]:
         """Keep a snapshot that has come; return the readers that waited for it, each with its ``Attach``."""
-        del self._asked[digest]
+        del self._requests[digest]
         self._here[digest] = snapshot
         return [
             (reader, reader.pending)

@@ -36,7 +36,7 @@ class StepSender:
         self._flows = receivers.flows
         self._missing: Missing | None = None
         """Cause of the wait for the next step, computed once a tick for all readers."""
-        self._told: tuple[str, str | None] | None = None
+        self._told_cause: tuple[str, str | None] | None = None
         """(reason, stream) of the last ``Wait`` to receivers without a step, if all got the same."""
 
     def get(self, reader: Reader, message: Get) -> list[Effect]:
@@ -99,9 +99,9 @@ class StepSender:
         if not self._receivers.starving:
             return []
         missing = self._source.waiting_for()
-        if (missing.reason, missing.stream) == self._told or (missing.reason == "forming" and not forming):
+        if (missing.reason, missing.stream) == self._told_cause or (missing.reason == "forming" and not forming):
             return []
-        self._missing, self._told = missing, (missing.reason, missing.stream)
+        self._missing, self._told_cause = missing, (missing.reason, missing.stream)
         return [e for receiver in list(self._receivers.starving) for e in self.wait_for_step(receiver)]
 
     def ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
@@ -213,8 +213,8 @@ class StepSender:
         if self._missing is None:
             self._missing = self._source.waiting_for()
         missing = self._missing
-        if (missing.reason, missing.stream) != self._told:
-            self._told = None
+        if (missing.reason, missing.stream) != self._told_cause:
+            self._told_cause = None
         return self._send_wait(receiver, missing)
 
     def _send_wait(self, receiver: Receiver, missing: Missing) -> list[Effect]:

@@ -35,18 +35,18 @@ class Backoff:
     name: str
     first_s: float
     most_s: float
-    _at: float = 0.0
+    _due_at: float = 0.0
     """Time of the next try."""
     _tries: int = 0
 
     def due(self, now: float) -> bool:
         """Return whether the message should be sent at time ``now``, in seconds."""
-        return now >= self._at
+        return now >= self._due_at
 
     def sent(self, now: float) -> None:
         """Record that the message was sent at ``now``, and double the delay before the next try."""
         delay = min(self.first_s * 2.0 ** min(self._tries, 32), self.most_s)
-        self._at = now + delay * (0.75 + 0.5 * spread(self.name, self._tries))
+        self._due_at = now + delay * (0.75 + 0.5 * spread(self.name, self._tries))
         self._tries += 1
 
     def answered(self, now: float) -> None:
@@ -57,11 +57,11 @@ class Backoff:
     def unsent(self, now: float) -> None:
         """Record that the message never left this process: try again soon, and do not count this try."""
         self._tries = 0
-        self._at = now + UNSENT_S * (0.75 + 0.5 * spread(self.name, 0))
+        self._due_at = now + UNSENT_S * (0.75 + 0.5 * spread(self.name, 0))
 
     def reset(self) -> None:
         """Make the message due at once, and count its tries from 0."""
-        self._tries, self._at = 0, 0.0
+        self._tries, self._due_at = 0, 0.0
 
 
 @dataclass(slots=True)
@@ -73,20 +73,20 @@ class PingTimes:
 
     name: str
     every_s: float = PING_S
-    _at: float = 0.0
+    _due_at: float = 0.0
     """Time of the next ping."""
     _count: int = 0
 
     def due(self, now: float) -> bool:
         """Return whether the next ping should be sent at time ``now``, in seconds."""
-        return now >= self._at
+        return now >= self._due_at
 
     def sent(self, now: float) -> None:
         """Record a ping at ``now``, and set the time of the next."""
         self._count += 1
         early = 0.2 * spread(self.name, self._count) if self.every_s > PING_S else 0.0
-        self._at = now + self.every_s * (1.0 - early)
+        self._due_at = now + self.every_s * (1.0 - early)
 
     def hurry(self, now: float) -> None:
         """Send the next ping at most an interval after ``now``: the interval may be shorter than before."""
-        self._at = min(self._at, now + self.every_s)
+        self._due_at = min(self._due_at, now + self.every_s)

@@ -95,7 +95,7 @@ class LogFollower:
         self._looks = True
         """True if the newest entry must be read at once."""
         self._first_lsn = self._num_logs = 0
-        self._asked: Entry | None = None
+        self._asked_entry: Entry | None = None
         self._silent_s = 0.0
         self._handed_over = False
         """True once the active broker has said that it ends; what it sends afterwards is no sign of life."""
@@ -164,24 +164,24 @@ class LogFollower:
     def _ask(self, newest: Entry | None) -> list[Effect]:
         """Write the next entry, to become the active broker."""
         self.phase, self._look_at = FollowerPhase.ASKING, self._now + ANSWER_S
-        self._asked = first_entry(
+        self._asked_entry = first_entry(
             newest, name=self.name, process=self.process, log_id=self._log_id, address=self.address,
             epoch=max(self.log_epoch + 1, self._least_epoch if newest is None else 0), goes_on=self._goes_on,
             takes_over=newest is not None and newest.active != self.name,
         )  # fmt: skip
-        text = f"asks the arbiter for entry {self._asked.number}, to be the active broker"
-        return [Report("info", text), CreateEntry(self._asked)]
+        text = f"asks the arbiter for entry {self._asked_entry.number}, to be the active broker"
+        return [Report("info", text), CreateEntry(self._asked_entry)]
 
     @_events.of(EntryWritten)
     def _entry_written(self, event: EntryWritten) -> list[Effect]:
         """Handle the arbiter's answer to this standby's own entry."""
-        if event.entry != self._asked or self.phase is not FollowerPhase.ASKING:
+        if event.entry != self._asked_entry or self.phase is not FollowerPhase.ASKING:
             return []
         self.unreachable = event.why
         if event.present is None:
             self._look_at = self._now + LOOK_S
             return []
-        self._asked = None
+        self._asked_entry = None
         if event.won:
             self.phase = FollowerPhase.ACTIVE
             return [TakeOver(event.entry)]
@@ -287,10 +287,10 @@ class LogFollower:
         passed, self._now = min(max(now - self._now, 0.0), TICK_S), now
         self._silent_s += passed
         if self.phase is FollowerPhase.ASKING:
-            if now < self._look_at or self._asked is None:
+            if now < self._look_at or self._asked_entry is None:
                 return []
             self._look_at = now + ANSWER_S
-            return [CreateEntry(self._asked)]
+            return [CreateEntry(self._asked_entry)]
         effects: list[Effect] = []
         if self.phase is FollowerPhase.FOLLOWING:
             if self.is_member and self._silent_s > self._takeover_s and not self.unreachable:

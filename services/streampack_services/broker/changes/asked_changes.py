@@ -22,7 +22,7 @@ class AskedChanges:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._tokens = itertools.count()
-        self._asked: deque[tuple[int, str, Asked, int | None, str]] = deque()
+        self._requests: deque[tuple[int, str, Asked, int | None, str]] = deque()
         self._futures: dict[int, Future[Answer]] = {}
         """Futures of the changes without an answer, by token."""
 
@@ -30,7 +30,7 @@ class AskedChanges:
         """Do the work of ``BrokerService.ask``; safe in any thread."""
         token = next(self._tokens)
         future = self._futures[token] = Future()
-        self._asked.append((token, feed, ask, at_step, note))
+        self._requests.append((token, feed, ask, at_step, note))
         self._wake()
         return future
 
@@ -39,8 +39,8 @@ class AskedChanges:
 
         ``complete``: Returns a stage of a feed from its settings; raises ValueError if it is not possible.
         """
-        while self._asked:
-            token, feed, ask, at_step, note = self._asked.popleft()
+        while self._requests:
+            token, feed, ask, at_step, note = self._requests.popleft()
             try:
                 change = complete(feed, ask) if isinstance(ask, StageSettings) else ask
             except ValueError as error:

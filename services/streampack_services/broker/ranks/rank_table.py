@@ -45,7 +45,7 @@ class RankTable:
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self._readers: list[Reader] = []
-        self._at = 0
+        self._next = 0
         self._mesh: tuple[object, ...] = ()
         self._progress: list[RankProgress | None] = []
         self._columns: list[RankColumns] = []
@@ -68,24 +68,24 @@ class RankTable:
 
     def turn(self, now: float) -> None:
         """Read the next ranks, and replace ``figures`` if all were read; ``now``: monotonic clock, in seconds."""
-        if self._at == len(self._readers):
+        if self._next == len(self._readers):
             listed = len(self._readers) if len(self._readers) <= MOST_RANKS else 0
             if now - self._began < listed * ROW_S:
                 return
             self._begin(now)
             if not self._readers and not self.figures.num_nodes:
                 return  # no rank has attached: the figures are those of no rank
-        if self._at < len(self._readers):
-            self._columns.append(self._read(now, self._readers[self._at : self._at + RANKS_A_TURN]))
-            self._at += len(self._columns[-1].host)
-        if self._at == len(self._readers):
+        if self._next < len(self._readers):
+            self._columns.append(self._read(now, self._readers[self._next : self._next + RANKS_A_TURN]))
+            self._next += len(self._columns[-1].host)
+        if self._next == len(self._readers):
             columns = RankColumns.joined(self._columns)
             self.figures = RankFigures(self._feed, self._began, list(self._hosts), columns, self._progress)
 
     def _begin(self, now: float) -> None:
         """Begin a pass over all ranks that are or were attached."""
         self._readers = self._feed.readers.registry.last_holders()
-        self._at, self._columns, self._hosts, self._relays, self._began = 0, [], {}, set(), now
+        self._next, self._columns, self._hosts, self._relays, self._began = 0, [], {}, set(), now
         mesh = tuple((reader.mesh.sizes, reader.readers) for reader in self._readers[:1])
         if mesh != self._mesh:  # other ranks have the indices now
             self._mesh, self._progress = mesh, []
@@ -96,7 +96,7 @@ class RankTable:
 
     def _read(self, now: float, readers: list[Reader]) -> RankColumns:
         """Return the figures of the next ranks."""
-        first, steps, hosts = self._at, self._feed.readers.steps, self._hosts
+        first, steps, hosts = self._next, self._feed.readers.steps, self._hosts
         rows, host, reported = [], [], []
         streams: list[dict[str, float]] = []
         for at, reader in enumerate(readers, first):

@@ -21,7 +21,7 @@ class Stopping:
 
     def __init__(self, drain_timeout_s: float, shipping: Shipping | None) -> None:
         self._drain_timeout_s, self._shipping = drain_timeout_s, shipping
-        self._asked = threading.Event()
+        self._requested = threading.Event()
         self.at_once = False
         """True after the second request to stop."""
         self.hands_over = False
@@ -33,12 +33,12 @@ class Stopping:
     @property
     def is_asked(self) -> bool:
         """True once the broker was asked to stop."""
-        return self._asked.is_set()
+        return self._requested.is_set()
 
     def ask(self) -> None:
         """Ask the broker to stop; the second time, at once. Safe in any thread and in signal handlers."""
         self.at_once |= self.is_asked
-        self._asked.set()
+        self._requested.set()
 
     def is_over(self, num_readers: int) -> bool:
         """Return True if the broker is to end now."""

@@ -100,7 +100,7 @@ class NodeFeed:
         self.told_done = 0
         self.unconfirmed_bytes = 0
         self._steps: dict[int, _Step] = {}
-        self._asked: dict[str, Share] = {}
+        self._requested: dict[str, Share] = {}
         """The readers whose parts the broker was asked for, by name."""
 
     def begin(self, fence: int, attached: Attached) -> None:
@@ -120,11 +120,11 @@ class NodeFeed:
 
     def joins(self, reader: str) -> None:
         """Record that a reader takes part from now on: the broker did not know it when it was asked last."""
-        self._asked.pop(reader, None)
+        self._requested.pop(reader, None)
 
     def covers(self, share: Share) -> bool:
         """Return whether the broker was asked for the parts of a rank, for this rank or for another."""
-        return any(share.pair == ask.pair and {*ask.frames} >= {*share.frames} for ask in self._asked.values())
+        return any(share.pair == ask.pair and {*ask.frames} >= {*share.frames} for ask in self._requested.values())
 
     def has_all(self, step: int, share: Share) -> bool:
         """Return whether every part of ``step`` for a rank has come."""
@@ -142,7 +142,7 @@ class NodeFeed:
         self.request += 1
         self.next = (step, 0)
         self.unconfirmed_bytes = 0
-        self._asked = shares
+        self._requested = shares
 
     def take(self, envelope: Envelope, part: NodePart) -> bool:
         """Take a part; return False if parts before it were lost.
