@@ -28,7 +28,7 @@ def test_a_client_that_asks_again_because_time_has_passed_is_noticed(monkeypatch
     keep_up = ClientSession._ping_and_request
 
     def impatient(self: ClientSession, now: float) -> list[Effect]:
-        late = self.attached is not None and self._wants_steps() and now - self._get_again._at > -RETRY_S / 2
+        late = self.attached is not None and self._wants_steps() and now - self._get_again._due_at > -RETRY_S / 2
         return keep_up(self, now) + (self._request_missing() if late else [])
 
     monkeypatch.setattr(ClientSession, "_ping_and_request", impatient)

@@ -1,4 +1,4 @@
-"""What adapters check before they attach to a framework.
+"""Checks of adapters before they attach to a framework.
 
 - ``tried_versions``: the version of each framework that was tried, and a check of the internals that adapters use.
 - ``fixed_steps``: stages that end training in a framework which cannot change its own settings.
