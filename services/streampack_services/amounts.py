@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Return ``1 rank``, ``2,000 ranks`` or ``2 batches``."""
-    plural = "es" if what.endswith(("ch", "s", "x")) else "s"
-    return f"{number:,} {what}{plural * (number != 1)}"
+    plural = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def media_text(items: int, patches: int) -> str:

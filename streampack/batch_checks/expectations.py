@@ -9,22 +9,22 @@ import numpy as np
 from streampack.errors import InvariantError
 
 
-def equal(name: str, what: str, got: Any, expected: Any) -> None:
+def equal(name: str, subject: str, got: Any, expected: Any) -> None:
     """Raise InvariantError unless ``got`` equals ``expected``; both are values or arrays.
 
-    ``name``: the invariant. ``what``: the place, such as a step and pack.
+    ``name``: the invariant. ``subject``: the place, such as a step and pack.
     """
     same = np.array_equal(got, expected) if isinstance(expected, np.ndarray) else got == expected
     if not same:
         shown = [value.tolist() if isinstance(value, np.ndarray) else value for value in (got, expected)]
-        raise InvariantError(f"{name}: {what}: got {shown[0]}, expected {shown[1]}")
+        raise InvariantError(f"{name}: {subject}: got {shown[0]}, expected {shown[1]}")
 
 
-def expect_once(ids: Any, what: str) -> None:
-    """Raise InvariantError if a sample occurs twice in ``ids``, int64 [n, 3]. ``what``: the place."""
+def expect_once(ids: Any, subject: str) -> None:
+    """Raise InvariantError if a sample occurs twice in ``ids``, int64 [n, 3]. ``subject``: the place."""
     samples, counts = np.unique(ids, axis=0, return_counts=True)
     twice = tuple(samples[counts.argmax()].tolist()) if len(samples) else ()
-    expect(bool((counts == 1).all()), "sample_ids", f"{what}: got sample {twice} more than once")
+    expect(bool((counts == 1).all()), "sample_ids", f"{subject}: got sample {twice} more than once")
 
 
 def expect(holds: bool, name: str, message: str) -> None:

@@ -65,23 +65,23 @@ def _check_pack(batch: Any, mesh: Mesh | None, rules: Rules | None) -> PackCheck
 
 def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None) -> None:
     """Check every pack of a step, and that the step's totals agree with its packs. Raises InvariantError."""
-    what, step = f"step {step.index}", _uncounted(step)
+    subject, step = f"step {step.index}", _uncounted(step)
     expect(
         len(step.digest) == len(step.chain) == 32 and not set(step.digest + step.chain) - set("0123456789abcdef"),
-        "digest", f"{what}: got digest {step.digest!r} and chain {step.chain!r}, expected 32 hex digits for each",
+        "digest", f"{subject}: got digest {step.digest!r} and chain {step.chain!r}, expected 32 hex digits for each",
     )  # fmt: skip
-    equal("step", what, [batch.step for batch in step], [step.index] * len(step))
-    equal("micro_batch", what, [batch.micro_batch for batch in step], list(range(len(step))))
+    equal("step", subject, [batch.step for batch in step], [step.index] * len(step))
+    equal("micro_batch", subject, [batch.micro_batch for batch in step], list(range(len(step))))
     checked = [_check_pack(batch, mesh, rules) for batch in step]
     if mesh is not None and mesh.pp > 1 and not (rules is not None and rules.padded):
         lengths = {check.total for check in checked}
-        equal("shape", f"{what}, number of different pack lengths in a pipeline", len(lengths), 1)
-    _check_totals(what, step, checked, whole=mesh is not None and mesh.dp == 1)
+        equal("shape", f"{subject}, number of different pack lengths in a pipeline", len(lengths), 1)
+    _check_totals(subject, step, checked, whole=mesh is not None and mesh.dp == 1)
     for name, expected in (("num_micro_batches", len(step)), ("step_num_loss_tokens", step.num_loss_tokens)):
-        equal(name, what, [int(check.pack[name]) for check in checked], [expected] * len(step))
+        equal(name, subject, [int(check.pack[name]) for check in checked], [expected] * len(step))
     packs = rules.packs_at(step.index) if rules is not None and rules.batch is None else 0
     if packs and mesh is not None and packs % mesh.dp == 0:
-        equal("micro-batches", what, len(step), packs // mesh.dp)
+        equal("micro-batches", subject, len(step), packs // mesh.dp)
 
 
 def _uncounted(step: Step) -> Step:
@@ -102,20 +102,22 @@ def follows(last: Step | None, step: Step) -> None:
         equal("chain", f"step {step.index}", step.chain, chain)
 
 
-def _check_totals(what: str, step: Step, checked: Sequence[PackCheck], whole: bool) -> None:
+def _check_totals(subject: str, step: Step, checked: Sequence[PackCheck], whole: bool) -> None:
     """Check that no sample occurs twice, and that the step's totals are the sums over ``checked`` packs.
 
     ``whole``: the packs are all packs of the step; else they are a part, with sums of at most the totals.
     """
     ids = np.concatenate([check.pack["sample_ids"] for check in checked]) if checked else np.zeros((0, 3), np.int64)
-    expect_once(ids, what)
+    expect_once(ids, subject)
     sums = {"num_samples": len(ids), "num_loss_tokens": sum(int(check.pack["num_loss_tokens"]) for check in checked)}
     sums["num_loss_tokens"] = max(sums["num_loss_tokens"], 1) if whole else sums["num_loss_tokens"]
     for name, total in sums.items():
         figure = getattr(step, name)
         fits = figure == total if whole else figure >= total
         expect(
-            fits, name, f"{what}: got {figure}, expected {'' if whole else 'at least '}{total}, the sum over its packs"
+            fits,
+            name,
+            f"{subject}: got {figure}, expected {'' if whole else 'at least '}{total}, the sum over its packs",
         )
 
 
@@ -123,22 +125,22 @@ def _check_ranks(steps: Sequence[Step], rules: Rules | None) -> None:
     """Check the same step of all ranks: ranks agree, shards make up whole packs, and totals are right."""
     steps = [_uncounted(step) for step in steps]
     first = steps[0]
-    what = f"step {first.index}"
+    subject = f"step {first.index}"
     for name in ("index", "digest", "chain", "num_samples", "num_loss_tokens"):
         for other in steps:
-            equal(name, f"{what} of another rank", getattr(other, name), getattr(first, name))
+            equal(name, f"{subject} of another rank", getattr(other, name), getattr(first, name))
     packs: dict[int, list[Any]] = {}
     for step in steps:
         check_step(step, None, rules)
-        equal("micro-batches", f"{what} of another rank", len(step), len(first))
+        equal("micro-batches", f"{subject} of another rank", len(step), len(first))
         if rules is not None and rules.padded:
-            equal("shape", f"{what} of another rank", _shapes_of(step), _shapes_of(first))
+            equal("shape", f"{subject} of another rank", _shapes_of(step), _shapes_of(first))
         for batch in step:
             packs.setdefault(batch.pack if batch.num_samples else (-1 - batch.dp_rank), []).append(batch)
     for shards in packs.values():
         if shards[0].num_samples:
             _check_shards(shards, rules)
-    _check_totals(what, first, [PackCheck(shards[0], None, rules) for shards in packs.values()], whole=True)
+    _check_totals(subject, first, [PackCheck(shards[0], None, rules) for shards in packs.values()], whole=True)
 
 
 def _shapes_of(step: Step) -> list[tuple[int, int]]:

@@ -23,27 +23,27 @@ def has_trees(pack: Mapping[str, Any]) -> bool:
     return pack.get("shared") is not None
 
 
-def check_paths(pack: Mapping[str, Any], what: str, padded: I64, own: I64) -> None:
+def check_paths(pack: Mapping[str, Any], subject: str, padded: I64, own: I64) -> None:
     """Check the tokens that samples share and the paths of a pack; raise InvariantError for the first that is wrong.
 
     Args:
         pack: The pack, by the canonical names.
-        what: Its step and pack, for messages.
+        subject: Its step and pack, for messages.
         padded: Boundaries of the segments, int64 [segments + 1].
         own: Tokens of each segment without padding, int64 [segments].
     """
     count = int(pack["num_samples"])
     depths, cu_paths = (np.asarray(pack[name], np.int64) for name in ("shared", "cu_paths"))
-    equal("shared", f"{what}, its shape", depths.shape, (count,))
-    equal("cu_paths", what, cu_paths, np.append(0, np.cumsum(own[:count] + depths)).astype(np.int64))
+    equal("shared", f"{subject}, its shape", depths.shape, (count,))
+    equal("cu_paths", subject, cu_paths, np.append(0, np.cumsum(own[:count] + depths)).astype(np.int64))
     before = 0
     for i, (share, length) in enumerate(zip(depths.tolist(), own.tolist(), strict=False)):
         most = before  # a sample shares at most all of the one before it
-        expect(0 <= share <= most, "shared", f"{what}, sample {i}: got {share} tokens, expected at most {most}")
+        expect(0 <= share <= most, "shared", f"{subject}, sample {i}: got {share} tokens, expected at most {most}")
         before = share + length
     expected = np.concatenate([*_paths(depths, padded, own), np.zeros(0, np.int64)])
     extra = int(len(expected) == padded[-1])  # so that P is never T
-    equal("path_index", what, np.asarray(pack["path_index"], np.int64), np.append(expected, [0] * extra))
+    equal("path_index", subject, np.asarray(pack["path_index"], np.int64), np.append(expected, [0] * extra))
 
 
 def _paths(depths: I64, padded: I64, own: I64) -> Iterator[I64]:

@@ -40,7 +40,7 @@ class Reporting:
                 f"got policy version {number} after version {self._published[1]}, expected a version that is not lower"
             )
         message = Publish(feed=self._feed, number=0, version=number, step=step, attempt=attempt)
-        self._connection().ask(message, what="the published version to be durable")
+        self._connection().ask(message, awaited="the published version to be durable")
         self._published = attempt, number
 
     def report(
@@ -64,7 +64,7 @@ class Reporting:
             parts_u32=ids[:, 2].astype("<u4").tobytes(),
         )  # fmt: skip
         payload = tuple(columns[name].tobytes() for name in names)
-        self._connection().ask(message, payload, what="the reported values to be durable")
+        self._connection().ask(message, payload, awaited="the reported values to be durable")
 
     def move_to(self, endpoint: str) -> None:
         """Use the broker's new address from the next call on."""

@@ -76,7 +76,7 @@ class ResultsReader:
         wait_s = 1e9 if self._timeout_s is None else self._timeout_s
         ask = AskResults(feed=self._feed, number=0, cursor=self._cursor)
         try:
-            answer = self._telling.ask(ask, timeout_s=wait_s, what="the next step with reported values")
+            answer = self._telling.ask(ask, timeout_s=wait_s, awaited="the next step with reported values")
         except DataStall:
             if self._timeout_s is None:
                 raise

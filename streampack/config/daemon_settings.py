@@ -152,9 +152,8 @@ class BrokerConfig(
         mesh, layout = self.planned_mesh, self.feeds[feed].cp_layout
         align = derived_align(mesh.cp, mesh.tp, layout, self.precision, settings.align)
         declared = tuple(field.declared(name) for name, field in self.fields.items())
-        fields, media_fields = (
-            tuple(field for field in declared if field.of_media is media) for media in (False, True)
-        )
+        fields = tuple(field for field in declared if not field.of_media)
+        media_fields = tuple(field for field in declared if field.of_media)
         streams = tuple(
             stream.recorded(name, settings)
             for name, stream in self.streams.items()

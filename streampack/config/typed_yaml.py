@@ -136,30 +136,30 @@ def explained(error: Exception, kind: Any, content: Any, within: str = "") -> st
     """
     text = str(error)
     at = _AT.search(text)
-    path, what = (_INDEX.sub(r".\1", at[1]), text[: at.start()]) if at else ("", text)
-    if unknown := _UNKNOWN.fullmatch(what):
+    path, problem = (_INDEX.sub(r".\1", at[1]), text[: at.start()]) if at else ("", text)
+    if unknown := _UNKNOWN.fullmatch(problem):
         struct = _type_at(kind, path, mapping=True)
         keys = [field.encode_name for field in _fields(struct)]
         near = difflib.get_close_matches(unknown[1], keys, 1)
         hint = getattr(struct, "hints", {}).get(unknown[1]) or (near and f"Did you mean '{near[0]}'?")
         meant = f". {hint}" if hint else ""
-        what = f"got the unknown key '{unknown[1]}', expected one of: {', '.join(keys)}{meant}"
-    elif missing := _MISSING.fullmatch(what):
-        what = f"got no key '{missing[1]}', which is required. Add the key"
-    elif enum := _ENUM.fullmatch(what):
-        what = f"got {enum[1]}, expected one of: {', '.join(map(str, get_args(_type_at(kind, path))))}"
+        problem = f"got the unknown key '{unknown[1]}', expected one of: {', '.join(keys)}{meant}"
+    elif missing := _MISSING.fullmatch(problem):
+        problem = f"got no key '{missing[1]}', which is required. Add the key"
+    elif enum := _ENUM.fullmatch(problem):
+        problem = f"got {enum[1]}, expected one of: {', '.join(map(str, get_args(_type_at(kind, path))))}"
         if to_write := _OTHER_KEYS.get((path.rpartition(".")[2], enum[1].strip("'"))):
-            what += f". Write `{to_write}`"
-    elif wrong := _KIND.fullmatch(what):
+            problem += f". Write `{to_write}`"
+    elif wrong := _KIND.fullmatch(problem):
         of_key = " in `$" in text
         value = _UNKNOWN_VALUE if of_key else _value_at(content, _with_entry_name(path, kind, content))
-        what = ("a key: " if of_key else "") + _wrong_kind(wrong, value, _EXAMPLES.get(path, ""))
+        problem = ("a key: " if of_key else "") + _wrong_kind(wrong, value, _EXAMPLES.get(path, ""))
         if wrong[1] == "object" and path and (to_write := _mapping_of(_type_at(kind, path, mapping=True), path, value)):
-            what += f". Write `{to_write}`"
+            problem += f". Write `{to_write}`"
     else:
-        what = what[:1].lower() + what[1:]
+        problem = problem[:1].lower() + problem[1:]
     place = ".".join(filter(None, (within, path and _with_list_names(_with_entry_name(path, kind, content), content))))
-    return f"{place}: {what}" if place else what
+    return f"{place}: {problem}" if place else problem
 
 
 _OTHER_KEYS = {("packer", "joint"): "balance: {kind: joint}"}

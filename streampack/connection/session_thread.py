@@ -134,14 +134,14 @@ class SessionThread:
             raise self._error
 
     def _wait_for(
-        self, condition: Callable[[], bool], timeout_s: float, what: str, level: int = logging.WARNING
+        self, condition: Callable[[], bool], timeout_s: float, awaited: str, level: int = logging.WARNING
     ) -> None:  # fmt: skip
         """Wait until ``condition()`` holds; log the cause every 5 s. Raises the session's error, or DataStall.
 
         Args:
             condition: Function that returns whether the wait is over.
             timeout_s: Seconds to wait.
-            what: Name of what the caller waits for, for the error after ``timeout_s`` seconds.
+            awaited: Name of what the caller waits for, for the error after ``timeout_s`` seconds.
             level: Level of the log lines. A wait that is part of a run that works, such as for a policy, has INFO.
         """
         began = time.monotonic()
@@ -151,18 +151,18 @@ class SessionThread:
                 self._check_usable()
                 now = time.monotonic()
                 if now >= deadline:
-                    self._raise_timeout(timeout_s, what)
+                    self._raise_timeout(timeout_s, awaited)
                 self._changed.wait(timeout=min(deadline, say_at) - now)  # the thread wakes it at each tick, too
                 if time.monotonic() >= say_at and not condition():
                     say_at = time.monotonic() + SAY_S
-                    self._log.log(level, "%s: waiting for %s", self._name, self._waiting_for() or what)
+                    self._log.log(level, "%s: waiting for %s", self._name, self._waiting_for() or awaited)
 
     def _waiting_for(self) -> str:
         """Return a text that names the cause of the wait; empty if there is none."""
         text = self._shared.waiting_for()
         return text and text + self._dealer.seeks
 
-    def _raise_timeout(self, timeout_s: float, what: str) -> None:
+    def _raise_timeout(self, timeout_s: float, awaited: str) -> None:
         """Raise Unreachable if no broker ever answered, else DataStall."""
         if not self._shared.reached:
             raise Unreachable(
@@ -170,7 +170,7 @@ class SessionThread:
                 f"'streampack broker' is running and listens for {self.side} at this address"
             )
         raise DataStall(
-            f"{self._name}: waited {timeout_s:g} s for {what}. The {self.role} still waits for "
+            f"{self._name}: waited {timeout_s:g} s for {awaited}. The {self.role} still waits for "
             f"{self._waiting_for() or 'its turn'}",
             self._shared.stall_code,
         )

@@ -32,12 +32,12 @@ class Telling(SessionThread):
         message: Publish | ReportValues | AskResults,
         payload: tuple[Any, ...] = (),
         timeout_s: float | None = None,
-        what: str = "an answer",
+        awaited: str = "an answer",
     ) -> Envelope:
         """Send a message, wait for its answer, and return the answer.
 
         Raises Rejected if the broker refuses the message, Unreachable if no broker ever answered, and DataStall after
-        ``timeout_s`` seconds in which it waited for ``what``.
+        ``timeout_s`` seconds in which it waited for ``awaited``.
         """
         self._check_usable()
         with self._changed:
@@ -46,7 +46,7 @@ class Telling(SessionThread):
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             level = logging.INFO if isinstance(message, AskResults) else logging.WARNING
-            self._wait_for(lambda: number not in self._session.open, wait_s, what, level)
+            self._wait_for(lambda: number not in self._session.open, wait_s, awaited, level)
         finally:
             with self._changed:
                 answer = self._session.answers.pop(number, None)

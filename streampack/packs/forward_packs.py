@@ -164,13 +164,13 @@ def _values(value: Any) -> Any:
     return value if hasattr(value, "detach") else np.asarray(value)
 
 
-def _check_sizes(values: Sequence[Any], sizes: Sequence[int], what: str) -> None:
-    """Raise UserError unless the first dimension of each value is its pack's size; ``what`` is the unit of sizes."""
+def _check_sizes(values: Sequence[Any], sizes: Sequence[int], noun: str) -> None:
+    """Raise UserError unless the first dimension of each value is its pack's size; ``noun`` is the unit of sizes."""
     for number, (value, size) in enumerate(zip(values, sizes, strict=True)):
         if value.shape[:1] != (size,):
             raise UserError(
                 f"got values of shape {list(value.shape)} for forward pack {number}, expected [{size}, ...], with one "
-                f"value for each {what}"
+                f"value for each {noun}"
             )
 
 

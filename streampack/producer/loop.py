@@ -116,9 +116,7 @@ class ProducerLoop:
         key: PeerKey | None = None,
     ) -> None:  # fmt: skip
         self._sources = dict(sources)
-        self._by_record = {
-            name: source for name, source in self._sources.items() if not isinstance(source, BatchSource)
-        }
+        self._by_record = {name: item for name, item in sources.items() if not isinstance(item, BatchSource)}
         self._timeout_s = timeout_s
         self._on_progress = on_progress
         self._pause_s = pause_s

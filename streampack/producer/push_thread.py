@@ -208,10 +208,10 @@ class Pushing(SessionThread):
         self._wait_until_end(lambda: self._session.room(size), self._timeout_s, awaited)
 
     def _wait_until_end(
-        self, condition: Callable[[], bool], timeout_s: float, what: str, level: int = logging.WARNING
+        self, condition: Callable[[], bool], timeout_s: float, awaited: str, level: int = logging.WARNING
     ) -> None:  # fmt: skip
         """Wait as ``_wait_for`` does; raise Rejected if the partition ends."""
-        self._wait_for(lambda: self.ended or condition(), timeout_s, what, level)
+        self._wait_for(lambda: self.ended or condition(), timeout_s, awaited, level)
         self._check_open()
 
     def _check_open(self) -> None:

@@ -97,13 +97,13 @@ class CallableTokenizer(PairEncoder):
         mask[:start] = 0
         return both._replace(loss_mask=mask if both.loss_mask is None else mask & both.loss_mask)
 
-    def _call(self, function: Callable[..., object], *what: object) -> Encoded | str:
+    def _call(self, function: Callable[..., object], *args: object) -> Encoded | str:
         """Return the checked result of the user's function; if it raises, warn and return the reason ``tokenizer``."""
         try:
-            return as_encoded(function(*what))
+            return as_encoded(function(*args))
         except Exception as error:  # any exception rejects only this sample
-            size = len(what[0]) if isinstance(what[0], str | list) else 0
-            kind = "characters" if isinstance(what[0], str) else "messages"
+            size = len(args[0]) if isinstance(args[0], str | list) else 0
+            kind = "characters" if isinstance(args[0], str) else "messages"
             self._rejections.warn(f"the tokenizer {self.name} rejects an input of {size} {kind}", error)
             return "tokenizer"
 

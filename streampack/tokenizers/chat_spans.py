@@ -81,9 +81,8 @@ class _Chat:
         self._template, self._messages, self._tools, self._variables = template, messages, tools, variables
         self._ends = ends
         self._raw = [message.raw for message in messages]
-        self._first = next(
-            (at for at, message in enumerate(messages) if message.role not in _INSTRUCTIONS), len(messages)
-        )
+        roles = (message.role for message in messages)
+        self._first = next((at for at, role in enumerate(roles) if role not in _INSTRUCTIONS), len(messages))
         self._latest = _latest(messages)
         self.text = template.render(self._raw, tools, variables)
         pieces = self._pieces(self._raw)

@@ -26,25 +26,25 @@ def read_trusted(path: str | Path) -> str:
     return _read(path, "a list of allowed keys", stat.S_IWOTH | stat.S_IWGRP)
 
 
-def _read(path: str | Path, what: str, refused: int) -> str:
-    """Return the text of a file. Raises UserError if its mode has a bit of ``refused``; ``what`` names the file."""
+def _read(path: str | Path, noun: str, refused: int) -> str:
+    """Return the text of a file. Raises UserError if its mode has a bit of ``refused``; ``noun`` names the file."""
     try:
         with open(os.path.expanduser(path), "rb", opener=_open_nonblocking) as file:
             status = os.fstat(file.fileno())  # of the open file: the path may lead elsewhere by now
             if wrong := _exposed(status, refused):
                 raise UserError(
-                    f"{path}: got {what} that {wrong}. Run chown and chmod 600 on the file, and replace any secret "
+                    f"{path}: got {noun} that {wrong}. Run chown and chmod 600 on the file, and replace any secret "
                     f"that other users may have read"
                 )
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UserError(f"{path}: cannot read {what}: {error.strerror}. Check the path") from None
+        raise UserError(f"{path}: cannot read {noun}: {error.strerror}. Check the path") from None
     try:
         if len(data) <= MAX_BYTES:
             return data.decode()
     except UnicodeDecodeError:
         pass
-    raise UserError(f"{path}: got {len(data)} bytes, expected {what} as UTF-8 text of at most {MAX_BYTES} bytes")
+    raise UserError(f"{path}: got {len(data)} bytes, expected {noun} as UTF-8 text of at most {MAX_BYTES} bytes")
 
 
 def _open_nonblocking(path: str, flags: int) -> int:

@@ -49,10 +49,8 @@ def compare(one: Ledger, other: Ledger, feed: str | None) -> Tree:
             skips[skipped[1]].append(last)
             differing.append(last)
         if own_feed.digest != other_feed.digest:
-            digests, reasons = (
-                [own_feed.digest.hex(), other_feed.digest.hex()],
-                _reasons(ledgers, feeds, (own_feed, other_feed)),
-            )
+            digests = [own_feed.digest.hex(), other_feed.digest.hex()]
+            reasons = _reasons(ledgers, feeds, (own_feed, other_feed))
             differing.append(last)
             break
     if not compared:

@@ -107,11 +107,8 @@ def _why_staged(ledger: Ledger, feed: FeedHistory, stream: str, partition: int, 
     if seq >= total:
         state, why = "none", f"{where} ended after {total} samples"
     elif seq >= received:
-        so_far = (
-            f"the last sample of {where} that came has number {received - 1}"
-            if received
-            else f"no sample of {where} came"
-        )
+        last = f"the last sample of {where} that came has number {received - 1}"
+        so_far = last if received else f"no sample of {where} came"
         why = f"the sample has not come yet; {so_far}"
     elif feed.end is not None:
         state = "none"
@@ -144,10 +141,7 @@ def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> T
     named = _numbers_in(ledger, name)
     if not sources or (named is not None and ledger.history.feed_of(named[0]) is not None):
         return why_sample(ledger, name, sources)
-    return {
-        "row": name,
-        "samples": [why_sample(ledger, sample, sources) for sample in samples_of(ledger, name, sources)],
-    }
+    return {"row": name, "samples": [why_sample(ledger, row, sources) for row in samples_of(ledger, name, sources)]}
 
 
 def _place(feed: FeedHistory, place: Placement, reported: Reported) -> Tree:

@@ -26,7 +26,7 @@ REMEMBERED = 1024
 
 
 class _Order:
-    """Names that wait, ordered by the time that each was given, in seconds."""
+    """Names that wait, ordered by the time that each has used, in seconds."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, bytes]] = []
@@ -46,12 +46,12 @@ class _Order:
         heappush(self._waiting, (turn, next(self._number), name))
 
     def take(self) -> bytes:
-        """Remove the name that was given the least time."""
+        """Remove the name that has used the least time, and return it."""
         self._now, _, name = heappop(self._waiting)
         return name
 
-    def give(self, name: bytes, seconds: float) -> None:
-        """Count time for a name."""
+    def add_time(self, name: bytes, seconds: float) -> None:
+        """Add time that a name has used; forget the time of names that neither wait nor have used much."""
         self._time_used[name] += seconds
         if len(self._time_used) > self._most:  # names that wait are kept: their time is never below ``_now``
             self._time_used = {name: time for name, time in self._time_used.items() if time >= self._now}
@@ -144,8 +144,8 @@ class Turns:
         """Count the time that the last message took for its connection and key, in seconds."""
         key, peer = self._turn
         peers = self._peers[key]
-        peers.give(peer, seconds)
-        self._keys.give(key, seconds)
+        peers.add_time(peer, seconds)
+        self._keys.add_time(key, seconds)
         if self._lines[peer]:
             peers.wait(peer)
         else:
@@ -162,7 +162,7 @@ class Turns:
             line.clear()
 
     def _count(self, key: bytes, num_bytes: int) -> None:
-        """Add to the bytes that wait of a key."""
+        """Add ``num_bytes`` to the bytes of a key's waiting messages; drop the entry at 0."""
         self.num_bytes += num_bytes
         waits = self._waiting.get(key, 0) + num_bytes
         if waits:

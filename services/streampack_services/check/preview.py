@@ -76,9 +76,7 @@ def _first_samples(
     records = {}
     for name, source in open_sources(msgspec.structs.replace(config, streams=streams)).items():
         # A reference is passed on as it is, so any value may be read as one. The values say which of them are.
-        media = [
-            Field(name=field, dtype="reference", axis="item") for field in streams[name].fields if field != LOSS_MASK
-        ]
+        media = [Field(name=key, dtype="reference", axis="item") for key in streams[name].fields if key != LOSS_MASK]
         records[name] = list(islice(source.read(0, 1, seed=0, passes=1, fields=(MASK, *media, _SIZES)), count))
     return records
 

@@ -130,8 +130,8 @@ def _spread(name: str, sizes: I64) -> dict[str, Any]:
     return {name: int(sizes.sum()), "mean": float(sizes.mean()), "p50": p50, "p99": p99, "max": int(sizes.max())}
 
 
-def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = None) -> Workload:
-    """Return a workload with one stream of these ``lengths``, int64 [n], named ``what``.
+def of_lengths(title: str, lengths: I64, most: int | None, total: float | None = None) -> Workload:
+    """Return a workload with one stream of these ``lengths``, int64 [n], named ``title``.
 
     If there are more than ``most`` lengths, only some stretches of them are packed. ``total``: samples in a pass, if
     ``lengths`` are only some of them. Raises UserError if ``total`` is less than the lengths.
@@ -142,13 +142,13 @@ def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = 
         )
     whole = total is None or total == len(lengths)
     if most is None or len(lengths) <= most:
-        return Workload(what, (StreamLengths("data", (lengths,), (whole,), total or len(lengths)),))
+        return Workload(title, (StreamLengths("data", (lengths,), (whole,), total or len(lengths)),))
     some = stretches(lengths, most)
     note = f"the forecast uses {len(some):,} of the {len(lengths):,} lengths (set --samples for more)"
     stream = StreamLengths(
         "data", (some,), (False,), total or len(lengths), every=by_length(lengths) if whole else None
     )
-    return Workload(what, (stream,), [note])
+    return Workload(title, (stream,), [note])
 
 
 def by_length(lengths: I64) -> I64:

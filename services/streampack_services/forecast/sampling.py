@@ -32,12 +32,12 @@ SAY_EVERY = 100
 
 
 def sample(
-    what: str, sources: Mapping[str, Source], partitions: Mapping[str, int], most: int, seed: int,
+    title: str, sources: Mapping[str, Source], partitions: Mapping[str, int], most: int, seed: int,
     fields: Sequence[Field] = (),
 ) -> Workload:  # fmt: skip
     """Tokenize at most ``most`` samples of each source, and return their lengths.
 
-    ``what``: name of the data, for people. ``sources``, ``partitions``: each stream's source and partitions in a run.
+    ``title``: name of the data, for people. ``sources``, ``partitions``: each stream's source and partitions in a run.
     ``fields``: the run's fields of axis item and patch.
     Raises SourceError for sources that cannot be read or hold no valid sample.
     """
@@ -50,7 +50,7 @@ def sample(
             streams.append(stream)
             all_rejected += sum(rejected.values())
             notes += [f"{name}: rejected {count:,} samples: {reason}" for reason, count in rejected.items()]
-    return Workload(what, tuple(streams), notes, all_rejected)
+    return Workload(title, tuple(streams), notes, all_rejected)
 
 
 def _stream(

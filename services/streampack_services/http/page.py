@@ -56,9 +56,7 @@ def routes(history: Timelines) -> list[Route]:
 def declared() -> str:
     """Return the JavaScript module with the declared figures."""
     kinds = {"broker": BrokerStatus, "feed": FeedStatus, "stream": StreamStatus}
-    figures = {
-        key: [(path, figure.label, figure.unit) for path, figure in shown_in(kind)] for key, kind in kinds.items()
-    }
+    figures = {key: [(path, row.label, row.unit) for path, row in shown_in(kind)] for key, kind in kinds.items()}
     padding = [(cause, PADDING_LABELS.get(cause, cause)) for cause in CAUSES]
     words = {"PADDING": padding, "WAITS": STARVED_BY, "FIGURES": figures, "BAD_MESSAGES": BAD_MESSAGES}
     return "".join(f"export const {name} = {json.dumps(value)};\n" for name, value in words.items())

@@ -178,10 +178,10 @@ class Tables:
                 is_intact = crc == _crc(table, values)
                 yield f"the row with {key_text} does not match its checksum", values if is_intact else None
 
-    def first(self, what: str, table: str, where: str, key: tuple[Any, ...]) -> Any:
-        """Return the column or aggregate ``what`` of the first row, None without a row; ignore its checksum."""
+    def first(self, noun: str, table: str, where: str, key: tuple[Any, ...]) -> Any:
+        """Return the column or aggregate ``noun`` of the first row, None without a row; ignore its checksum."""
         with self._sqlite():
-            row = self._db.execute(f"SELECT {what} FROM {table} WHERE {where}", key).fetchone()
+            row = self._db.execute(f"SELECT {noun} FROM {table} WHERE {where}", key).fetchone()
         return None if row is None else row[0]
 
     def check(self, tables: Iterable[str] = TABLES) -> list[str]:
@@ -216,7 +216,7 @@ class Tables:
 
     @contextmanager
     def _sqlite(self) -> Iterator[None]:
-        """Turn errors of SQLite into UserError, if the file cannot be used, or LedgerDamaged."""
+        """Raise UserError for an error of SQLite if the file cannot be used, else LedgerDamaged."""
         try:
             yield
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
@@ -226,9 +226,9 @@ class Tables:
                 raise UserError(f"The ledger {self._path} cannot be used: {error}. {do}.") from None
             raise self.damaged(f"SQLite cannot read the file: {error}") from None
 
-    def damaged(self, what: str) -> LedgerDamaged:
-        """Return the error for damage ``what`` of this ledger, to be raised by the caller."""
-        return LedgerDamaged(f"The ledger {self._path} is damaged: {what}. Run 'streampack ledger rebuild'.")
+    def damaged(self, noun: str) -> LedgerDamaged:
+        """Return the error for damage ``noun`` of this ledger, to be raised by the caller."""
+        return LedgerDamaged(f"The ledger {self._path} is damaged: {noun}. Run 'streampack ledger rebuild'.")
 
 
 def _creation(table: str) -> str:

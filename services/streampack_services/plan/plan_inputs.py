@@ -97,31 +97,31 @@ def read_stage(args: PlanInputs) -> tuple[Workload, PlanOptions, RunningFeed]:
     return _noted(run.workload(args.samples or TO_PACK), base), replace(options, packers=others), running
 
 
-def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
+def run_of(source: str | None, feed: str | None, timeout_s: float) -> Served:
     """Return the run at a broker's address (None: the default address) or in a state_dir, for ``streampack report``.
 
-    Raises UserError if ``what`` is neither, Unreachable if no broker answers.
+    Raises UserError if ``source`` is neither, Unreachable if no broker answers.
     """
-    run = _run(what, feed, timeout_s)
+    run = _run(source, feed, timeout_s)
     if run is not None:
         return run
-    if Path(str(what)).is_dir():
-        raise UserError(f"{what} is a folder without a log. Pass a broker's state_dir or its address.")
+    if Path(str(source)).is_dir():
+        raise UserError(f"{source} is a folder without a log. Pass a broker's state_dir or its address.")
     raise UserError(
-        f"{what} is neither a broker's state_dir nor a broker's address. For a file of lengths, run 'streampack plan "
-        f"{what}'."
+        f"{source} is neither a broker's state_dir nor a broker's address. For a file of lengths, run 'streampack plan "
+        f"{source}'."
     )
 
 
-def _run(what: str | None, feed: str | None, timeout_s: float, *, waiting: bool = False) -> Served | None:
+def _run(source: str | None, feed: str | None, timeout_s: float, *, waiting: bool = False) -> Served | None:
     """Return the run at a broker's address (None: the default address) or in a state_dir; None for anything else.
 
     ``waiting``: with the lengths of samples that are in no step yet.
     """
-    if what is None or what.startswith(("http://", "https://", "file://")):
-        return run_lengths.from_status(http_client.read_status(what, timeout_s), feed, waiting=waiting)
-    if Path(what).is_dir() and segment_files(Path(what)):
-        return run_lengths.from_ledger(Path(what), feed, waiting=waiting)
+    if source is None or source.startswith(("http://", "https://", "file://")):
+        return run_lengths.from_status(http_client.read_status(source, timeout_s), feed, waiting=waiting)
+    if Path(source).is_dir() and segment_files(Path(source)):
+        return run_lengths.from_ledger(Path(source), feed, waiting=waiting)
     return None
 
 
@@ -166,16 +166,16 @@ def _of_producer(args: PlanInputs, producer: ProducerConfig, base: PlanOptions) 
     return _with_total(workload, args)
 
 
-def _of_file(args: PlanInputs, what: str) -> Workload:
+def _of_file(args: PlanInputs, source: str) -> Workload:
     """Read a file of lengths. Raises UserError for any other path."""
-    if is_lengths(Path(what)):
-        return of_lengths(Path(what).name, read_lengths(Path(what)), args.samples or TO_PACK, args.total)
-    if Path(what).is_dir():
+    if is_lengths(Path(source)):
+        return of_lengths(Path(source).name, read_lengths(Path(source)), args.samples or TO_PACK, args.total)
+    if Path(source).is_dir():
         raise UserError(
-            f"{what} is a folder without a log. Pass a broker's state_dir, its address, or a file of lengths."
+            f"{source} is a folder without a log. Pass a broker's state_dir, its address, or a file of lengths."
         )
     raise UserError(
-        f"{what} is not a file of lengths, a broker's address or a state_dir. To plan for your data, name the data "
+        f"{source} is not a file of lengths, a broker's address or a state_dir. To plan for your data, name the data "
         f"files in a producer.yaml and pass -c producer.yaml."
     )
 

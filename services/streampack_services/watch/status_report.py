@@ -106,9 +106,8 @@ def _show_feed(console: Console, view: FeedView) -> None:
     feed = view.status
     console.print()
     iteration = f", iteration {feed.round}" if feed.round else ""
-    console.print(
-        Text.assemble((f"feed {view.name}", "bold"), f"  {state_text(feed.state, feed.stalled_s)}{iteration}")
-    )
+    state = f"  {state_text(feed.state, feed.stalled_s)}{iteration}"
+    console.print(Text.assemble((f"feed {view.name}", "bold"), state))
     console.print(feed.headline.text, style="" if feed.headline.kind == "good" else "yellow")
     facts = Table.grid(padding=(0, 2))
     for name, text in (*_progress(feed), *_packing(feed), *_tokens(feed), *_waits(view), *shown_rows(feed)):

@@ -35,9 +35,8 @@ def _packs_refusal(mesh: Mesh, rules: Rules, step: int) -> str:
         count = f"{packs} packs of a step"
         if packs != rules.packs:
             count = f"{packs} packs by which steps grow to {rules.packs}"
-        return (
-            f"got dp={mesh.dp}, expected a divisor of the {count} ({divisors}). Change the mesh or `rules.step.packs`"
-        )
+        text = f"got dp={mesh.dp}, expected a divisor of the {count} ({divisors})."
+        return f"{text} Change the mesh or `rules.step.packs`"
     return ""
 
 
@@ -63,14 +62,14 @@ def _cut_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
             f"multiples of {how}. Set `rules.align` or `planned_mesh.cp` before the run starts"
         )
     if rules.width_unit % parts:
-        what = (
+        advice = (
             f"a budget of {rules.budget}"
             if rules.shape == "fixed"
             else f"pack widths in multiples of {rules.width_unit}"
         )
         keys = "rules.budget" if rules.shape == "fixed" else "rules.align.pack, rules.shape"
         return (
-            f"got cp={mesh.cp} and {what}, expected a multiple of {how}, because `cp_layout: {layout}` splits each "
+            f"got cp={mesh.cp} and {advice}, expected a multiple of {how}, because `cp_layout: {layout}` splits each "
             f"pack into {parts} equal parts. Change {keys} or the mesh"
         )
     return ""

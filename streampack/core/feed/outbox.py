@@ -30,9 +30,9 @@ class Outbox:
         self._readers, self._history, self._journal, self._leases = readers, history, journal, leases
         self._waiting: deque[tuple[int, PlannedStep | Ended]] = deque()  # (LSN of the record that must be safe, step)
 
-    def put(self, what: PlannedStep | Ended) -> None:
+    def put(self, item: PlannedStep | Ended) -> None:
         """Add a step or the end; it waits until every record that was appended so far is safe."""
-        self._waiting.append((self._journal.next_lsn - 1, what))
+        self._waiting.append((self._journal.next_lsn - 1, item))
 
     def hand_out(self) -> list[Effect]:
         """Give readers the steps whose records are safe and whose payload has come; release returned steps."""

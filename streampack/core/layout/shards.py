@@ -73,12 +73,12 @@ def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
     return _intersect(laid, [(number * chunk, (number + 1) * chunk) for number in numbers])
 
 
-def _check_even(sizes: I64, parts: int, what: str, advice: str) -> None:
+def _check_even(sizes: I64, parts: int, noun: str, advice: str) -> None:
     """Raise ValueError, which names the first wrong size, unless all ``sizes`` are multiples of ``parts``."""
     ragged = sizes % parts != 0
     if ragged.any():
         at = int(np.argmax(ragged))
-        raise ValueError(f"got {int(sizes[at])} tokens in {what} {at}, expected a multiple of {parts}. {advice}")
+        raise ValueError(f"got {int(sizes[at])} tokens in {noun} {at}, expected a multiple of {parts}. {advice}")
 
 
 def _intersect(laid: Layouts, intervals: list[tuple[I64, I64]]) -> Slices:

@@ -63,10 +63,11 @@ def digests_of(identities: memoryview, bounds: I64, shares: bytes | UnsetType = 
     if not shares:
         return [blake2b(identities[begin:end], digest_size=16).digest() for begin, end in spans]
     column = np.frombuffer(shares, "<u4")
-    of_packs = (column[begin:end] for begin, end in pairwise(bounds.tolist()))
-    trees = [depths.tobytes() if depths.any() else b"" for depths in of_packs]
-    contents = [bytes(identities[begin:end]) for begin, end in spans]
-    return [blake2b(content + shared, digest_size=16).digest() for content, shared in zip(contents, trees, strict=True)]
+    pack_depths = (column[begin:end] for begin, end in pairwise(bounds.tolist()))
+    trees = [depths.tobytes() if depths.any() else b"" for depths in pack_depths]
+    samples = (bytes(identities[begin:end]) for begin, end in spans)
+    contents = (pack_samples + tree for pack_samples, tree in zip(samples, trees, strict=True))
+    return [blake2b(content, digest_size=16).digest() for content in contents]
 
 
 def step_digest(number: int, num_loss_tokens: int, num_samples: int, packs: Iterable[bytes]) -> bytes:

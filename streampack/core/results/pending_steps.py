@@ -130,7 +130,7 @@ class PendingSteps:
         self.num_bytes -= self._steps.pop(key).num_bytes
 
     def to_carry(self, returned: Returned) -> list[ValuesReported]:
-        """Return parts of earlier attempts whose ranks report them no more, as parts of the newest attempt."""
+        """Return the parts of earlier attempts that no rank will report again, as parts of the newest attempt."""
         return [
             replace(record, attempt=pending.attempt)
             for (_, step, _), pending in self._steps.items()

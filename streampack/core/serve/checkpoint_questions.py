@@ -48,9 +48,7 @@ class CheckpointQuestions:
         for reader, _ in committed:
             del self._commits[reader]
         return [
-            e
-            for reader, commit_step in committed
-            for e in self._link.send(reader, Committed(feed=self._link.feed, step=commit_step))
+            e for reader, upto in committed for e in self._link.send(reader, Committed(feed=self._link.feed, step=upto))
         ]
 
     def forget_gone(self) -> None:

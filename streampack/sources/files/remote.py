@@ -189,12 +189,12 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-def _request(what: str, call: Callable[[], _T], stop: threading.Event | None = None) -> _T:
-    """Return ``call()``; repeat the call after a failure, as ``Retries`` says. ``what`` names the URL in errors.
+def _request(subject: str, call: Callable[[], _T], stop: threading.Event | None = None) -> _T:
+    """Return ``call()``; repeat the call after a failure, as ``Retries`` says. ``subject`` names the URL in errors.
 
     Raises SourceError after the last try, or at once if the file is missing or must not be read.
     """
-    retries = Retries(what, stop)
+    retries = Retries(subject, stop)
     while True:
         try:
             return call()
@@ -203,9 +203,9 @@ def _request(what: str, call: Callable[[], _T], stop: threading.Event | None = N
                 continue
             if kind_of(error) != "final":
                 raise SourceError(
-                    f"{what}: the file cannot be read in {retries.tries} tries ({text_of(error)}). Check the store"
+                    f"{subject}: the file cannot be read in {retries.tries} tries ({text_of(error)}). Check the store"
                 ) from error
             kind = MissingFile if isinstance(error, FileNotFoundError) else SourceError
             raise kind(
-                f"{what}: the file cannot be read ({text_of(error)}). Correct the path or its permissions"
+                f"{subject}: the file cannot be read ({text_of(error)}). Correct the path or its permissions"
             ) from error

@@ -70,8 +70,8 @@ class Retries:
         most_s: Seconds for which the request is tried again; by default ``MOST_S``.
     """
 
-    def __init__(self, what: str, stop: threading.Event | None = None, most_s: float | None = None) -> None:
-        self._what = what
+    def __init__(self, subject: str, stop: threading.Event | None = None, most_s: float | None = None) -> None:
+        self._what = subject
         self._stop = stop or threading.Event()
         self.most_s = MOST_S if most_s is None else most_s
         self.tries = 0

@@ -130,9 +130,8 @@ class SequenceShard:
             return None
         file = JoinedFile([shard._file for shard in shards])
         at = [shard._pointers + start for shard, start in zip(shards, file.starts, strict=True)]
-        numbers, sizes = (
-            np.concatenate(arrays) for arrays in zip(*((s._numbers, s._sizes) for s in shards), strict=True)
-        )
+        numbers = np.concatenate([shard._numbers for shard in shards])
+        sizes = np.concatenate([shard._sizes for shard in shards])
         joined = cls(file, shards[0]._dtype, numbers, sizes, np.concatenate(at))
         joined.where = Joined(shards).where  # type: ignore[method-assign]
         return joined

@@ -222,10 +222,10 @@ class FieldReader:
             values[LOSS_MASK] = mask
 
 
-def missing_from(keys: Iterable[str], what: str = "the keys") -> Because:
+def missing_from(keys: Iterable[str], keys_text: str = "the keys") -> Because:
     """Return the reason ``missing`` for a row without a sample, with the keys that the row has."""
     names = ", ".join(keys) or "none"
-    return Because(MISSING, f"has {what} {names[:200]}")
+    return Because(MISSING, f"has {keys_text} {names[:200]}")
 
 
 def keys_of(row: Mapping[str, Any]) -> list[str]:

@@ -96,22 +96,22 @@ class TarShard:
         self._decode = open_row([*named, *keys])
         self._keys: list[str] = []
         self._offsets, self._sizes, self._ranks = array("q"), array("q"), array("b")
-        self._beside: list[Beside] = []
+        self._members: list[Beside] = []
         wanted = {f"{key}.npy".lower() for key in named}
         self._has_fields = bool(named)
         self._endings = {key: _endings(key) for key in sorted(self._fields.reference_keys)}
         """Endings of the members that a key of references stands for."""
-        self._several = set[int]()
+        self._ambiguous = set[int]()
         """Samples with several members that may hold them."""
         self._damage = ""
         self._skipped: list[str] = []
-        self._others: dict[str, None] = {}
+        self._unread: dict[str, None] = {}
         """Some of the extensions that are not read, for messages."""
         try:
             self._index({suffix: rank for rank, suffix in enumerate(loads)}, {*wanted, *self._known, _JSON})
         except DamagedFile as error:
             self._end_at_damage(error)
-        _say_skipped(file.path, self._skipped)
+        _warn_of_skipped(file.path, self._skipped)
 
     def _index(self, ranks: dict[str, int], wanted: set[str]) -> None:
         """Build the index from the tar's members.
@@ -136,10 +136,10 @@ class TarShard:
                 seen.clear()
                 self._add_sample(key)
             rank = ranks.get(suffix, _MISSING)
-            if rank == _MISSING and len(self._others) < _SHOWN:
-                self._others[suffix] = None
+            if rank == _MISSING and len(self._unread) < _SHOWN:
+                self._unread[suffix] = None
             if suffix in holders and not holders.isdisjoint(seen - {suffix}):
-                self._several.add(len(self._keys) - 1)
+                self._ambiguous.add(len(self._keys) - 1)
             if suffix in seen:
                 self._ranks[-1] = _DUPLICATE
             elif rank != _MISSING and (self._ranks[-1] == _MISSING or 0 <= rank < self._ranks[-1]):
@@ -151,7 +151,7 @@ class TarShard:
                     "because a reference is a range of bytes of the file. Decompress the shards"
                 )
             if is_item or suffix in wanted:
-                self._beside[-1] = {**self._beside[-1], suffix: (offset, size)}
+                self._members[-1] = {**self._members[-1], suffix: (offset, size)}
             seen.add(suffix)
 
     def _end_at_damage(self, error: DamagedFile) -> None:
@@ -159,7 +159,7 @@ class TarShard:
         if not self._keys:
             raise error
         self._damage = str(error)
-        if self._has_fields or any(self._known.keys() & beside.keys() for beside in self._beside):
+        if self._has_fields or any(self._known.keys() & beside.keys() for beside in self._members):
             self._ranks[-1] = _DAMAGED  # some of its members may follow the damage
         else:
             self._add_sample("")
@@ -167,13 +167,13 @@ class TarShard:
 
     def _add_sample(self, key: str) -> None:
         """Append a sample without members to the index."""
-        if self._beside and self._beside[-1] == {_JSON: (self._offsets[-1], self._sizes[-1])}:
-            self._beside[-1] = _NOTHING_BESIDE  # the sample itself
+        if self._members and self._members[-1] == {_JSON: (self._offsets[-1], self._sizes[-1])}:
+            self._members[-1] = _NOTHING_BESIDE  # the sample itself
         self._keys.append(key)
         self._offsets.append(0)
         self._sizes.append(0)
         self._ranks.append(_MISSING)
-        self._beside.append(_NOTHING_BESIDE)
+        self._members.append(_NOTHING_BESIDE)
 
     def as_arrays(self) -> AnyShard:
         """Return an NpyShard over this shard if its samples and fields are .npy members; else the shard itself."""
@@ -185,10 +185,10 @@ class TarShard:
         ids, fields = Members(self._file, sizes, offsets), dict[Field, Members]()
         if ids.dtype(int(good[0])) is None or (self._fields.media_keys and self._has_media()):
             return self
-        if self._several or any(beside.keys() & {_JSON, *self._known} for beside in self._beside if beside):
+        if self._ambiguous or any(beside.keys() & {_JSON, *self._known} for beside in self._members if beside):
             return self  # known keys are applied sample by sample
         for field, key in self._fields.keys:
-            places = [beside.get(f"{key}.npy".lower(), (0, -1)) for beside in self._beside]
+            places = [beside.get(f"{key}.npy".lower(), (0, -1)) for beside in self._members]
             members = Members(self._file, *np.array(places, np.int64).T[::-1])
             missing = members.sizes[good] < 0
             if field.name == LOSS_MASK and self._fields.needs_mask and missing.any():
@@ -208,7 +208,7 @@ class TarShard:
     def _has_media(self) -> bool:
         """Return whether samples may have media: members beside those of their fields by token or sample."""
         others = {f"{key}.npy".lower() for _, key in self._fields.keys}
-        return any(not others.issuperset(beside) for beside in self._beside)
+        return any(not others.issuperset(beside) for beside in self._members)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -217,16 +217,16 @@ class TarShard:
         """Read one sample from its members, or return the reason why it is rejected."""
         rank = self._ranks[sample]
         if rank == _MISSING:
-            return missing_from(self._others, "other members in its file:")
+            return missing_from(self._unread, "other members in its file:")
         if rank < 0:
             return _REASONS[rank]
         member = self._loads[rank](self._file.pread(self._sizes[sample], self._offsets[sample]))
         if isinstance(member, str):
             return member
         encoded, row = member
-        if sample in self._several:
+        if sample in self._ambiguous:
             encoded = encoded._replace(warnings=(*encoded.warnings, SEVERAL_KEYS))
-        whole = self._with_members(sample, row) if self._has_fields or self._beside[sample] else row
+        whole = self._with_members(sample, row) if self._has_fields or self._members[sample] else row
         return whole if isinstance(whole, str) else self._fields.add(encoded, whole)
 
     def _with_members(self, sample: int, row: Row) -> Row | str:
@@ -234,7 +234,7 @@ class TarShard:
 
         The value of a field of another axis is a reason (str) if it cannot be read.
         """
-        beside = self._beside[sample]
+        beside = self._members[sample]
         other: Row | str = {}
         if _JSON in beside:
             offset, size = beside[_JSON]
@@ -274,7 +274,7 @@ class TarShard:
         return self._damage if self._ranks[sample] == _DAMAGED else f"{self._file.name}:{self._keys[sample]}"
 
 
-def _say_skipped(path: str, names: list[str]) -> None:
+def _warn_of_skipped(path: str, names: list[str]) -> None:
     """Log the members of a tar that make no sample, the first time that a process finds some."""
     if names and not _said_skipped:
         _said_skipped.append(path)

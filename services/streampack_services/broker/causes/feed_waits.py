@@ -95,9 +95,8 @@ class FeedWaits:
         about = {"about": {"feed": feed.name, "step": feed.readers.steps.formed_upto}}
         wanted = feed.readers.steps.all_there and reasons.reason in ("stream", "memory", "log") and not reasons.batch
         level = logging.WARNING if wanted else logging.INFO
-        log.log(
-            level, "%sno step for %.0f s: %s", prefix, now - watch.since, filled(WaitingFor, reasons).text, extra=about
-        )
+        text = filled(WaitingFor, reasons).text
+        log.log(level, "%sno step for %.0f s: %s", prefix, now - watch.since, text, extra=about)
 
 
 def waiting_for(feed: Feed) -> Missing | None:

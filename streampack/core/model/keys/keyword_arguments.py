@@ -76,8 +76,8 @@ def documented(options: Any, rest: str = "") -> Callable[[Function], Function]:
         function.__annotations__ |= {name: argument.kind for name, argument in arguments.items()}
         indents: Any = {"initial_indent": " " * 4, "subsequent_indent": " " * 8, "break_on_hyphens": False}
         texts = [
-            textwrap.fill(f"{name}: {argument.text}.", _WIDTH, **indents)
-            for name, argument in arguments.items()
+            textwrap.fill(f"{key}: {argument.text}.", _WIDTH, **indents)
+            for key, argument in arguments.items()
             if argument.text
         ]
         lines = inspect.cleandoc(function.__doc__ or "").split("\n")
