@@ -123,7 +123,11 @@ class Regrouping:
             )
         if round % rules.align.pack:
             raise UserError(f"got round={round}, expected a multiple of {rules.align.pack}, the value of align.pack")
-        assert self.longest is not None, "as padded steps are made"
+        if self.longest is None:
+            raise UserError(
+                "got padded micro-batches of a broker of version 0.1 to regroup, expected version 0.2 or later, which "
+                "tells the longest samples of all ranks. Install it for the broker"
+            )
         rows = np.repeat(
             [pack.max_seqlen for pack in packs], [pack.cu_seqlens_padded[-1] // pack.max_seqlen for pack in packs]
         )

@@ -133,9 +133,10 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
     def longest(self, rules: Rules) -> I64 | None:
         """Return the tokens of the longest sample at each sample's place over all ranks, int64 [n].
 
-        Return None unless the rules are ``padded``. Raise ValueError for tokens that rows cannot have.
+        Return None unless the rules are ``padded``, and for a broker of version 0.1, which does not tell them. Raise
+        ValueError for tokens that rows cannot have.
         """
-        if not rules.padded:
+        if not rules.padded or (self.longest_u32 is UNSET and self.lengths_u32):
             return None
         column, counts = self.longest_u32 or b"", np.frombuffer(self.counts_u32, "<u4")
         if len(column) != len(self.lengths_u32):
