@@ -269,7 +269,7 @@ def test_padded_steps_of_a_broker_of_version_0_1_are_read_and_not_regrouped() ->
     formed.parts = lambda *_: old  # type: ignore[method-assign]
     step = formed.built(0, Mesh())
     assert sum(len(samples_of(pack)) for pack in step) == len(formed.lengths)
-    with pytest.raises(UserError, match="got padded micro-batches of a broker of version 0.1 to regroup"):
+    with pytest.raises(UserError, match=r"got padded micro-batches of a broker of version 0\.1 to regroup"):
         step.regroup(24)
 
 
