@@ -265,7 +265,7 @@ def test_longest_samples_that_cannot_be_are_not_believed(longest: tuple[int, ...
 def test_padded_steps_of_a_broker_of_version_0_1_are_read_and_not_regrouped() -> None:
     formed = Formed(rules_of(8), ROLL)
     replace, parts = msgspec.structs.replace, formed.parts(0, Mesh())
-    old = [replace(part, message=replace(part.message, longest_u32=msgspec.UNSET)) for part in parts]  # type: ignore[type-var]
+    old = [replace(part, message=replace(part.message, longest_u32=msgspec.UNSET)) for part in parts]
     formed.parts = lambda *_: old  # type: ignore[method-assign]
     step = formed.built(0, Mesh())
     assert sum(len(samples_of(pack)) for pack in step) == len(formed.lengths)
