@@ -41,7 +41,7 @@ TESTED = (
     "streampack.local(",
     'streampack.local("data/',
     "streampack.way_back",
-    "step.regroup(",
+    "step.regroup(budget=32768)",
     "streampack.packed_loss(",
     "batch.attention_mask",
     "eval_loader=valid",
@@ -227,7 +227,7 @@ def test_log_probs_of_forward_packs(broker: RunningBroker) -> None:
 
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-3)
     given = {"actor": actor, "logprobs": logprobs, "policy_loss": policy_loss, "optimizer": optimizer}
-    left = run(block("step.regroup("), broker.trainers, **given)
+    left = run(block("step.regroup(budget=32768)"), broker.trainers, **given)
     assert forwards == [512, 256, 256] * (left["step"].index + 1)
     assert torch.allclose(torch.cat(ratios), torch.ones(256 * len(ratios)), atol=1e-5)
     assert changed(actor, before)

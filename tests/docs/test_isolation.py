@@ -165,8 +165,11 @@ TABLE: dict[str, tuple[Runner, tuple[str | None, ...]]] = {
     "block_mask=batch.block_mask)\n        logprobs": (of_shared_prompts, ("flex_attention",)),
 }
 """A text of each block, what runs it, and the attention of its model; None is the block's own."""
-ALONE = ("attend(q, k, v, block_mask=batch.block_mask)", "streampack.varlen_attention(*qkv(batch), batch)")
-"""Texts of blocks with tests of their own: they call functions, not models."""
+ALONE = (
+    "attend(q, k, v, block_mask=batch.block_mask)", "streampack.varlen_attention(*qkv(batch), batch)",
+    "worker.train(batch, loss_fn", "TextTrainer(parse_args", "strategy.train_step(",
+)  # fmt: skip
+"""Texts of blocks with tests of their own: they call functions, or losses are compared with those of the framework."""
 NO_PACKS = ("trl_grpo.install(trainer)",)
 """Texts of blocks whose models get no packs of a loader; TRL's loss on them is in ``test_frameworks_grpo``."""
 

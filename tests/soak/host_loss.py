@@ -3,7 +3,8 @@
 Three network namespaces stand for three hosts: ``a`` of the active broker, ``b`` of the standby, and ``c`` with the
 trainers, the producers and a program that pushes samples. ``c`` forwards between the others. Needs root and ``ip``.
 
-``python -m tests.soak.host_loss COUNT [SEED] [without]`` prints the figures; ``without``: without a standby.
+``python -m tests.soak.host_loss COUNT [SEED] [without | stages]`` prints the figures; ``without``: without a standby;
+``stages``: the rules change in runs without pushed samples.
 """
 
 from __future__ import annotations
@@ -80,13 +81,18 @@ def _connect(names: dict[str, str]) -> None:
     _ip("netns", "exec", names["c"], "sysctl", "-qw", "net.ipv4.ip_forward=1")
 
 
-def lose_host(seed: int, names: dict[str, str], *, pushed: bool, on_loss: str | None = "stall") -> Loss:
+def lose_host(
+    seed: int, names: dict[str, str], *, pushed: bool, on_loss: str | None = "stall", staged: bool = False
+) -> Loss:  # fmt: skip
     """Lose host ``a`` while four ranks train, and look at what they had; with ``pushed``, one stream is pushed.
+
+    With ``staged``, the rules change by stages.
 
     If ``on_loss`` is None there is no standby: a broker without a log is started on host ``b`` after ``TAKEOVER_S``.
     """
     with folder() as path:
-        job = make_job(seed, path, number=MESH_OF_4, rows=(120, 130), pushers=1 if pushed else 0)
+        rows = (240, 260) if staged else (120, 130)
+        job = make_job(seed, path, number=MESH_OF_4, rows=rows, pushers=1 if pushed else 0, staged=staged)
         job.settings.pop("rendezvous")
         job = replace(job, pushed=200 if pushed else 0, step_s=0.15)
         run = _Run(job, names, on_loss)
@@ -104,7 +110,7 @@ class _Run:
     def __init__(self, job: Job, names: dict[str, str], on_loss: str | None) -> None:
         self.job, self._names, self._has_standby = job, names, on_loss is not None
         configs = {host: self._config(host, on_loss) for host in ADDRESSES}
-        members = members_of(job, producers=1)
+        members = [member for member in members_of(job, producers=1) if member.kind != "changer"]
         self._trainers = [member for member in members if member.kind == "trainer"]
         (job.folder / "fire").touch()
         both = {side: ",".join(self._listen(host)[side] for host in ADDRESSES) for side in ("producers", "trainers")}
@@ -226,14 +232,15 @@ def told(losses: list[Loss]) -> dict[str, Any]:
     }
 
 
-def main(count: int, seed: int, standby: bool) -> None:
-    """Lose a host ``count`` times; with a ``standby``, every second time with a pushed stream."""
+def main(count: int, seed: int, standby: bool, staged: bool) -> None:
+    """Lose a host ``count`` times; with a ``standby``, every second time with a pushed stream, or ``staged``."""
     losses: list[Loss] = []
     with three_hosts() as names:
         assert names is not None, "this machine allows no network namespaces"
         for number in range(count):
             on_loss = ("stall", "go_on")[number // 2 % 2] if standby else None
-            loss = lose_host(seed + number, names, pushed=standby and number % 2 == 1, on_loss=on_loss)
+            pushed = standby and number % 2 == 1 and not staged
+            loss = lose_host(seed + number, names, pushed=pushed, on_loss=on_loss, staged=staged)
             losses.append(loss)
             print(f"{number}: {loss.pause_s:.2f} s, {loss.steps} steps, {loss.wrong[:3]}", flush=True)
     print(json.dumps(told(losses)))
@@ -242,4 +249,5 @@ def main(count: int, seed: int, standby: bool) -> None:
 if __name__ == "__main__":
     import sys
 
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1, "without" not in sys.argv)
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    main(int(sys.argv[1]), seed, "without" not in sys.argv, "stages" in sys.argv)

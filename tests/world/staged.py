@@ -91,9 +91,10 @@ class Staged:
             former.admit(taken.handles, taken.lengths)
             assert self.merge.position == self.changes[0].position
             self._turn(self.changes.pop(0).rules)
-        while self.waiting and self._is_due():
+        if self.waiting and self._is_due():
             while self._admit():
                 pass
+        while self.waiting and self._is_due():  # all of them at one place
             self.begins.append((former.next_step, self.merge.position))
             self._turn(apply_change(self.rules, self.waiting.pop(0), former.next_step))
         former.strict = bool(self.waiting) or self._ramps

@@ -280,10 +280,10 @@ class LiveRules:
                 self.know([*self._streams, *(stream for stream in request.ask.add if stream.name not in names)])
 
     def recover_change(self) -> None:
-        """Apply the last recorded change while the broker starts."""
+        """Apply a recorded change while the broker starts; changes of versions before 0.2 may have no place."""
         self.know_asked()
         count = len(self._history.changes)
-        merged = self._history.changes[-1].merged
+        merged = self._history.changes[-1].merged if count else UNSET
         if merged is not UNSET and _cuts_anew(self.after(count - 1), self.after(count)):
             self._leases.accounts.cut_anew(self._feed, merged)
 

@@ -86,7 +86,8 @@ def run_jobs(
     command = [sys.executable, "-m", f"tests.integration.frameworks.{program}", json.dumps(todo)]
     done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
     said = {name: output.read_text() if output.exists() else "" for name, output in outputs.items()}
-    codes = json.loads(done.stdout.splitlines()[-1]) if done.stdout else done.stderr
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+    codes = json.loads(done.stdout.splitlines()[-1])
     expected = [0 if job.dies_at is None else -9 for job in jobs.values()]
     assert codes == expected, (codes, said)
     return {
