@@ -140,6 +140,7 @@ class Planner:
         former.one_by_one = live.waits or self._followed < live.applied or former.strict
         if not former.one_by_one:
             return []
+        self._follow()  # before others are due, so that what they wait for does not depend on speed
         former.strict = live.is_strict(former.next_step)
         applied = live.applied
         effects, is_cut_anew = live.apply(
@@ -148,12 +149,15 @@ class Planner:
         if live.applied > applied:
             former.hold_reach()
         former.strict = live.is_strict(former.next_step)
-        if self._followed < live.applied and not self.has_begun:
-            rules = live.current
-            if former.fits(rules):
-                former.change(rules, live.stage(live.applied))
-                self._followed = live.applied
+        self._follow()
         return effects + (self._read_again() if is_cut_anew else [])
+
+    def _follow(self) -> None:
+        """Form the next step by the rules that the merge follows, once all samples held fit."""
+        live, former = self.live, self.former
+        if self._followed < live.applied and not self.has_begun and former.fits(live.current):
+            former.change(live.current, live.stage(live.applied))
+            self._followed = live.applied
 
     @property
     def _may_admit(self) -> tuple[int, int]:

@@ -272,6 +272,25 @@ def test_a_stage_that_becomes_due_within_a_step_begins_with_the_next(packer: str
             assert not run.errors
 
 
+def test_a_stage_soon_after_a_smaller_budget_begins_at_one_place_whatever_the_speed() -> None:
+    """Packs follow the smaller budget once longer samples have left, which may be where the next stage begins."""
+    data = {name: [lengths * 3 for lengths in partitions] for name, partitions in DATA.items()}
+    for seed in range(9):
+        rng = random.Random(seed)
+        packs, tokens = rng.randint(2, 6), rng.randint(300, 1500)
+        growing = StageRules(packs=packs * 3, packs_ramp=Warmup(packs, rng.randint(2, 6)))
+        shorter, other = StageRules(budget=rng.choice([16, 24]), packs=packs), StageRules(packer="sliding_ffd")
+        ramp = Stage(name="ramp", at=StageBegin(step=rng.randint(2, 8)), rules=growing)
+        short = Stage(name="short", at=StageBegin(tokens=tokens), rules=shorter, weights={"web": 0.5, "code": 0.5})
+        at = StageBegin(tokens=tokens + rng.randint(50, 500))
+        last = Stage(name="last", at=at, rules=other, weights={"web": 1.0}, over=rng.randint(1, 3))
+        rules = staged("truncate", "first_fit_decreasing", rng.choice([12, 20, 32]), [ramp, short, last])
+        rules = replace(rules, packs=packs)
+        memory = needed_tokens(rules, LONGEST) + 1500
+        run = Live(rules, data, seed, quota=300, memory=memory, longest=LONGEST, slow_packer=seed % 2 == 0)
+        assert run.finish() == [step.chain for step in StagedPlan(rules, data, LONGEST).plan()], f"seed {seed}"
+
+
 def test_a_stage_may_have_any_weights_beside_those_of_streams_that_pause() -> None:
     rules = staged("split", "exact_fill", 6, [])
     for over in (0, 4):
