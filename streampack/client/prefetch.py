@@ -409,9 +409,9 @@ class Prefetching:
         if rules is first:
             return first
         if rules != self._stage_rules[0]:
-            whole = msgspec.structs.replace(rules, streams=first.streams)
-            self._views.fit(whole, attached.layout)
-            self._stage_rules = rules, whole
+            with_streams = msgspec.structs.replace(rules, streams=first.streams)
+            self._views.fit(with_streams, attached.layout)
+            self._stage_rules = rules, with_streams
         return self._stage_rules[1]
 
     def _end(self, stage_ends: tuple[int, str, str] | None) -> None:

@@ -51,9 +51,9 @@ def shard(packs: Iterable[Any], rules: Rules | None, **values: Any) -> Any:
 
     columns, bounds, widths = rows_of(packs, rules)
     for name, value in values.items():
-        whole = columns["input_ids"].shape
-        fitted = value.new_zeros((*whole, *value.shape[2:]))
-        part = value[: whole[0], : whole[1]]
+        shape = columns["input_ids"].shape
+        fitted = value.new_zeros((*shape, *value.shape[2:]))
+        part = value[: shape[0], : shape[1]]
         fitted[: part.shape[0], : part.shape[1]] = part
         columns[name] = fitted
     batch = SlicedDataDict(columns)

@@ -62,8 +62,10 @@ class Amending(SessionThread):
         finally:
             answered = self._forget(sent)
         refused = {one: reason for message, answer in answered for one, reason in refused_of(message, answer).items()}
-        whole = sum(len(seqs_of(message)) for message, answer in answered if answer.refusal and not answer.refused)
-        self._count(sum(len(seqs_of(message)) for message, _ in answered), whole, refused)
+        num_rejected = sum(
+            len(seqs_of(message)) for message, answer in answered if answer.refusal and not answer.refused
+        )
+        self._count(sum(len(seqs_of(message)) for message, _ in answered), num_rejected, refused)
         for _, answer in answered:
             if answer.refusal:
                 raise ValuesRejected(answer.refusal, dict(refused.items()))

@@ -134,7 +134,7 @@ def _compare_states(account: Account, job: Job, golden: Golden) -> None:
 
 
 def _agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two states are equal, but for changes of the rules between the times at which they were told."""
+    """Return True if two states are equal, but for changes of the rules between the times at which they were told."""
     if one == other:
         return True
     if not (one["snapshot"] and other["snapshot"]):  # a state of the first steps has one only after a change

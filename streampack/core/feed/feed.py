@@ -259,7 +259,7 @@ class Feed:
         waits = [f"change {change.id} ({change.name}) at {change.at}" for change in self.history.pending]
         paused = [stream.name for stream in self.planner.live.current.streams if stream.weight and stream.paused]
         texts = [f"before {', '.join(waits)}"] if waits else []
-        texts += [f"while {', '.join(paused)} paused, so the other samples of it are in no step"] if paused else []
+        texts += [f"while {', '.join(paused)} paused. Samples that are left there are in no step"] if paused else []
         if not texts:
             return []
         text = f"feed {self.name!r} has ended after {self.next_step:,} steps {', and '.join(texts)}"

@@ -143,10 +143,9 @@ def _describe_stage(stage: Stage) -> str:
 
 def _of_value(value: Struct) -> str:
     """Return a value of several keys as text: its kind, and what is not the default; all keys if all are defaults."""
-    tree = msgspec.to_builtins(value)
-    kind = getattr(value, "kind", None)
-    tree = tree if kind is None else {"kind": kind} | tree
-    return msgspec.json.encode(tree or msgspec.structs.asdict(value)).decode()
+    keys, kind = msgspec.to_builtins(value), getattr(value, "kind", None)
+    keys = keys if kind is None else {"kind": kind} | keys
+    return msgspec.json.encode(keys or msgspec.structs.asdict(value)).decode()
 
 
 def _weights(weights: dict[str, float]) -> str:

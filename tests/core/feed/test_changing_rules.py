@@ -336,7 +336,7 @@ def test_the_end_of_a_feed_names_stages_that_never_began_and_streams_that_pause(
     run = live(staged("split", "exact_fill", 6, stages), 1)
     run.finish()
     [text] = [text for text in run.warnings if "has ended" in text]
-    assert "before change 1 (late) at 1,000,000,000 tokens, and while web, code paused, so the other" in text
+    assert "before change 1 (late) at 1,000,000,000 tokens, and while web, code paused. Samples that are left" in text
 
 
 def test_a_change_that_a_waiting_stage_does_not_allow_names_the_stage() -> None:

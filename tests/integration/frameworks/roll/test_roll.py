@@ -211,7 +211,7 @@ def test_padded_steps_of_a_broker_have_the_recorded_shapes_of_roll(
 def test_packed_steps_of_a_broker_have_as_many_packs_as_roll_recorded(
     brokers: dict[str, RunningBroker], recorded: dict[str, Lines]
 ) -> None:
-    """Those of ROLL exceed the limit of 128 tokens in one step, since its largest differencing looks at costs alone."""
+    """ROLL's own packs exceed the limit of 128 tokens in one step: its largest differencing looks at costs alone."""
     for ranks, line in zip(steps_of_ranks(brokers["packed"]), recorded["own packed"], strict=True):
         assert [len(step) for step in ranks] == [len(rank) for rank in line["train"]]
         forward = [step.regroup(samples.INFER_TOKENS) for step in ranks]
