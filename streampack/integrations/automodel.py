@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streampack.client.connect import Client, connect
+from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
+from streampack.integrations.checks.checkpointed import CheckpointedLoader
 from streampack.integrations.checks.fixed_steps import FixedSteps, check_stages
 from streampack.integrations.checks.rank_copies import copies_of
 from streampack.integrations.checks.tried_versions import Tried
@@ -61,7 +62,7 @@ def one_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return stack(rows)
 
 
-class StreampackDataset(IterableDataset[Any]):
+class StreampackDataset(CheckpointedLoader, IterableDataset[Any]):
     """Dataset of AutoModel's recipes that reads packs from a broker.
 
     Args:
@@ -81,6 +82,8 @@ class StreampackDataset(IterableDataset[Any]):
         >>> dataset = StreampackDataset(64, "tcp://node0:7402").shard(8, rank)  # doctest: +SKIP
     """
 
+    _step_key = "step_scheduler.global_batch_size"
+
     def __init__(
         self,
         global_batch_size: int,
@@ -97,7 +100,6 @@ class StreampackDataset(IterableDataset[Any]):
             )
         self._packs, self._endpoint, self._feed, self._prefetch = global_batch_size, endpoint, feed, prefetch
         self._max_steps = None if max_packs is None else max_packs // global_batch_size
-        self._step, self._left, self._saved = -1, 0, -1
 
     def shard(self, num_shards: int, index: int) -> StreampackDataset:
         """Connect to the broker as this data-parallel rank; AutoModel calls it on all ranks.
@@ -112,9 +114,7 @@ class StreampackDataset(IterableDataset[Any]):
         copies, copy = copies_of(num_shards, index)
         mesh = {"dp": num_shards, "dp_rank": index, "tp": copies, "tp_rank": copy}
         self._dp, self._commits = num_shards, index == copy == 0
-        self._loader: Client[Any] = connect(
-            self._endpoint, feed=self._feed, mesh=mesh, format="bshd", prefetch=self._prefetch
-        )
+        self._loader = connect(self._endpoint, feed=self._feed, mesh=mesh, format="bshd", prefetch=self._prefetch)
         try:
             check_stages(
                 self._loader, self._check, "Set step_scheduler.max_steps to that step, so that AutoModel saves there"
@@ -159,42 +159,6 @@ class StreampackDataset(IterableDataset[Any]):
             "got a request to shuffle packs, expected none, because the broker orders and packs samples. Set "
             "dataloader.shuffle: false and packed_sequence.prepacked: true"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the current step, equal on all ranks; commit the checkpoint before.
-
-        Returns:
-            A dict that holds only what JSON can hold.
-
-        Raises:
-            UserError: The checkpoint falls within a step.
-        """
-        if self._left:
-            raise UserError(
-                f"got a checkpoint within step {self._step}, {self._left} packs before its end, expected a checkpoint "
-                f"between two steps. Set step_scheduler.global_batch_size to {self._packs}, the packs of a step"
-            )
-        state = self._loader.state_dict()
-        if self._commits and 0 <= self._saved < self._step:
-            self._loader.commit(self._saved)
-        self._saved = self._step
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's state, on any number of ranks.
-
-        Args:
-            state: The dict that ``state_dict`` returned.
-
-        Raises:
-            StateError: The state is of another run, feed or rules.
-        """
-        self._loader.load_state_dict(state)
-        self._step, self._left, self._saved = -1, 0, -1
-
-    def close(self) -> None:
-        """Close the loader and release the rank."""
-        self._loader.close()
 
 
 def check_rules(rules: Rules, packs: int) -> None:

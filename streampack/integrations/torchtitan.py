@@ -16,7 +16,7 @@ with StageEnds, which names the settings to go on with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ except ImportError as error:
 from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
+from streampack.integrations.checks.checkpointed import CheckpointedLoader
 from streampack.integrations.checks.fixed_steps import FixedSteps, check_stages
 from streampack.integrations.checks.rank_copies import copies_of
 from streampack.integrations.checks.tried_versions import Tried
@@ -43,7 +44,7 @@ TRIED = Tried("torchtitan", "0.3.0")
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
-class StreampackDataLoader(BaseDataLoader):
+class StreampackDataLoader(CheckpointedLoader, BaseDataLoader):
     """Dataloader of torchtitan that reads packs from a broker.
 
     A batch is ``({"input": [B, T], "positions": [B, T]}, labels [B, T])``, all int64, where B is ``local_batch_size``
@@ -79,6 +80,8 @@ class StreampackDataLoader(BaseDataLoader):
         infinite: bool = True
         """Set by torchtitan's Validator and ignored: the broker's configuration sets the length of a feed."""
 
+    _step_key = "training.global_batch_size"
+
     def __init__(
         self,
         config: Config,
@@ -97,7 +100,6 @@ class StreampackDataLoader(BaseDataLoader):
             config.endpoint, feed=config.feed, mesh=mesh, format="torchtitan", prefetch=config.prefetch
         )
         self._rows, self._commits = local_batch_size, dp_rank == copy == 0
-        self._step, self._left, self._saved = -1, 0, -1
         self._sizes = dp_world_size, seq_len, local_batch_size, snapshot_every_n_steps
         self._packs = 0  # of the steps so far
         try:
@@ -124,44 +126,6 @@ class StreampackDataLoader(BaseDataLoader):
                 self._step, self._left = step.index, len(step) - at - len(packs)
                 inputs = {key: torch.cat([pack[key] for pack in packs]) for key in packs[0]}
                 yield inputs, torch.cat([pack.labels for pack in packs])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the current step, equal on all ranks; commit the checkpoint before.
-
-        Returns:
-            A dict that holds only what JSON can hold.
-
-        Raises:
-            UserError: The checkpoint falls within a step.
-        """
-        if self._left:
-            raise UserError(
-                f"got a checkpoint within step {self._step}, {self._left} packs before its end, expected a checkpoint "
-                f"between two steps. Set training.global_batch_size to {self._loader.rules.packs}, the number of "
-                f"packs of a step"
-            )
-        state = self._loader.state_dict()
-        if self._commits and 0 <= self._saved < self._step:
-            self._loader.commit(self._saved)
-        self._saved = self._step
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's state, on any number of ranks.
-
-        Args:
-            state_dict: The dict that ``state_dict`` returned; an empty one changes nothing.
-
-        Raises:
-            StateError: The state is of another run, feed or rules.
-        """
-        if state_dict:
-            self._loader.load_state_dict(state_dict)
-            self._step, self._left, self._saved = -1, 0, -1
-
-    def close(self) -> None:
-        """Close the loader and release the rank."""
-        self._loader.close()
 
 
 def check_rules(rules: Rules, dp: int, seq_len: int, rows: int, snapshot: int | None) -> None:

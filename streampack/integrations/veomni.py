@@ -21,7 +21,7 @@ VeOmni may write a checkpoint in the background, and begins none before the last
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from streampack.client.connect import connect
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.errors import UserError
+from streampack.integrations.checks.checkpointed import CheckpointedLoader
 from streampack.integrations.checks.fixed_steps import FixedSteps, check_stages
 from streampack.integrations.checks.tried_versions import Tried
 from streampack.packs.pack import Pack
@@ -104,7 +105,7 @@ class Settings:
 
 
 @DATALOADER_REGISTRY.register("streampack")
-class VeomniDataLoader:
+class VeomniDataLoader(CheckpointedLoader):
     """Dataloader of VeOmni's text trainer that reads packs from a broker.
 
     An item is a list of this rank's micro-batches of a step, each a dict as VeOmni's ``MainCollator`` returns. At the
@@ -130,6 +131,8 @@ class VeomniDataLoader:
     Example:
         >>> # in train.yaml: data: {datasets_type: streampack, dataloader: {type: streampack}}
     """
+
+    _behind = 2
 
     def __init__(
         self,
@@ -175,8 +178,6 @@ class VeomniDataLoader:
         self._collate, self._commits = collate_fn, mesh["dp_rank"] == mesh["tp_rank"] == 0
         self._loader = connect(dataset.endpoint, feed=dataset.feed, mesh=mesh, format="numpy")
         self._thread = threading.get_ident()
-        self._saved: list[int] = []  # steps of the last two checkpoints
-        self._step = -1
         try:
             check_stages(
                 self._loader, self._check, "Set train.max_steps to that step, so that VeOmni's last checkpoint is there"
@@ -184,7 +185,6 @@ class VeomniDataLoader:
         except UserError:
             self._loader.close()
             raise
-        self._steps: FixedSteps | None = None
 
     def _check(self, rules: Rules, step: int) -> None:
         check_rules(rules, self._settings)
@@ -198,40 +198,11 @@ class VeomniDataLoader:
                 "got data.dataloader.use_background_prefetcher: true, expected false, because the loader fetches steps "
                 "ahead itself. Set it to false"
             )
-        self._steps = self._steps or FixedSteps(self._loader, self._check)
+        if self._step < 0:
+            self._steps = FixedSteps(self._loader, self._check)
         step = next(self._steps)
         self._step = step.index
         return [self._collate(samples_of(pack)) for pack in step]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the current step, equal on all ranks; commit the checkpoint before the last.
-
-        Returns:
-            A dict that holds only what JSON can hold.
-        """
-        state = self._loader.state_dict()
-        if self._step >= 0 and self._saved[-1:] != [self._step]:
-            self._saved.append(self._step)
-            if len(self._saved) > 2 and self._commits:
-                self._loader.commit(self._saved[-3])
-            self._saved = self._saved[-2:]
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's state, on any number of ranks.
-
-        Args:
-            state: The dict that ``state_dict`` returned.
-
-        Raises:
-            StateError: The state is of another run, feed or rules.
-        """
-        self._loader.load_state_dict(state)
-        self._steps, self._step, self._saved = None, -1, []
-
-    def close(self) -> None:
-        """Close the loader and release the rank."""
-        self._loader.close()
 
 
 def samples_of(pack: Pack) -> list[MicroBatch]:
