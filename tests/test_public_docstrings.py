@@ -135,6 +135,15 @@ def faults_of(module: str) -> list[str]:
     return found
 
 
+def test_examples_of_core_and_services_run() -> None:
+    files = [*Path("streampack/core").rglob("*.py"), *Path("services/streampack_services").rglob("*.py")]
+    names = [
+        ".".join(path.with_suffix("").parts).removeprefix("services.") for path in files if ">>> " in path.read_text()
+    ]
+    assert len(names) > 40
+    assert {name: doctest.testmod(importlib.import_module(name)).failed for name in names} == dict.fromkeys(names, 0)
+
+
 @pytest.mark.parametrize("module", LIGHT)
 def test_public_names_are_documented(module: str) -> None:
     assert faults_of(module) == []

@@ -67,6 +67,7 @@ LOOK_S = 0.02
 """Seconds between two looks at the connections of a router when no message comes."""
 SAY_S = 2.0
 """Seconds between two announcements of a dealer that it knows shared memory, since the router may have restarted."""
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)  # an int: flags of zmq are slow to combine
 
 
 def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
@@ -184,8 +185,12 @@ class _Socket:
     def _raw_send(self, peer: bytes, frames: Sequence[Any]) -> bool:
         """Queue frames for a peer on the socket; return False if they were dropped. Forget the link of a lost peer."""
         try:
-            frames = [peer[self._key_digits :], *frames] if self._peer_frames else frames
-            self.raw.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            send = self.raw.send
+            if self._peer_frames:
+                send(peer[self._key_digits :], _MORE, copy=False)
+            for frame in frames[:-1]:
+                send(frame, _MORE, copy=False)
+            send(frames[-1], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH and self._links is not None:
                 self._links.forget(peer)

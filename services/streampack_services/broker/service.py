@@ -306,7 +306,7 @@ class BrokerService:
 
     def _turn(self, timeout_s: float = 0.0) -> None:
         """Run one turn of the main loop: wait up to ``timeout_s`` for messages or a wake-up, then handle everything."""
-        self._poller.wait(0.0 if self._turns else timeout_s)
+        self._poller.wait(0.0 if self._turns.waiting else timeout_s)
         now = time.monotonic()
         ticks = now - self._ticked >= TICK_S
         if ticks:
@@ -344,7 +344,7 @@ class BrokerService:
             self.counters.strangers = self._allowed.refused
         if (snapshot := self._reporter.tick(now)) is not None:
             self._publish(snapshot)
-        self._freed.look(now, not self._turns)
+        self._freed.look(now, not self._turns.waiting)
 
     def _publish(self, snapshot: BrokerStatus) -> None:
         """Replace ``snapshot`` and call ``on_snapshot``."""

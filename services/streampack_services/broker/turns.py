@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -29,7 +30,8 @@ class _Order:
     """Names that wait, ordered by the time that each has used, in seconds."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[float, int, bytes]] = []
+        self.waiting: list[tuple[float, int, bytes]] = []
+        """The names that wait, as a heap of (time at the turn, number, name)."""
         self._time_used: dict[bytes, float] = {}
         self._number = itertools.count()
         self._now = 0.0
@@ -37,17 +39,14 @@ class _Order:
         self._most = REMEMBERED
         """Names after which those without a debt are forgotten."""
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def wait(self, name: bytes) -> None:
         """Add a name that does not wait yet."""
         turn = self._time_used[name] = max(self._time_used.get(name, 0.0), self._now)
-        heappush(self._waiting, (turn, next(self._number), name))
+        heappush(self.waiting, (turn, next(self._number), name))
 
     def take(self) -> bytes:
         """Remove the name that has used the least time, and return it."""
-        self._now, _, name = heappop(self._waiting)
+        self._now, _, name = heappop(self.waiting)
         return name
 
     def add_time(self, name: bytes, seconds: float) -> None:
@@ -67,15 +66,15 @@ class Turns:
     Example:
         >>> turns = Turns(key_digits=1)
         >>> for peer in (b"a1", b"a1", b"a2", b"b1"):
-        ...     turns.put(peer, peer.decode(), num_bytes=100, most_bytes=2048)
+        ...     turns.put(peer, peer.decode(), num_bytes=100, most_bytes=8192)
         True
         True
         True
         True
-        >>> turns.put(b"a1", "one more", num_bytes=300, most_bytes=2048)
+        >>> turns.put(b"a1", "one more", num_bytes=3000, most_bytes=8192)
         False
         >>> order = []
-        >>> while turns:
+        >>> while turns.waiting:
         ...     order.append(turns.take())
         ...     turns.give(0.001)
         >>> order
@@ -86,18 +85,17 @@ class Turns:
         self._digits = key_digits
         self._keys = _Order()
         self._peers: dict[bytes, _Order] = {}
-        """The connections that wait, by key."""
+        """The connections that wait, by key; empty without keys, where each connection is a key of its own."""
         self._lines: dict[bytes, deque[tuple[Any, int]]] = {}
         """Messages of each connection that waits, and their bytes."""
         self._waiting: dict[bytes, int] = {}
         """Bytes of the messages that wait, by key."""
         self.num_bytes = 0
         """Bytes of all messages that wait."""
+        self.waiting: Sequence[object] = self._keys.waiting
+        """The keys that wait; empty once there is no turn to take."""
         self._turn = b"", b""
         """Key and connection of the message that was taken last."""
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
 
     def put(self, peer: bytes, message: Any, num_bytes: int, most_bytes: int, most_of_all: float = math.inf) -> bool:
         """Add a message of a connection; return False if it is dropped, because too many wait.
@@ -122,6 +120,9 @@ class Turns:
             line.append((message, size))
             return True
         self._lines[peer] = deque([(message, size)])
+        if not self._digits:
+            self._keys.wait(peer)
+            return True
         if key not in self._peers:
             self._peers[key] = _Order()
             self._keys.wait(key)
@@ -131,7 +132,7 @@ class Turns:
     def take(self) -> Any:
         """Return the next message, None if it was dropped; then call ``give`` with the time that it took."""
         key = self._keys.take()
-        peer = self._peers[key].take()
+        peer = self._peers[key].take() if self._digits else key
         self._turn = key, peer
         line = self._lines[peer]
         if not line:
@@ -143,17 +144,21 @@ class Turns:
     def give(self, seconds: float) -> None:
         """Count the time that the last message took for its connection and key, in seconds."""
         key, peer = self._turn
-        peers = self._peers[key]
-        peers.add_time(peer, seconds)
         self._keys.add_time(key, seconds)
-        if self._lines[peer]:
-            peers.wait(peer)
-        else:
+        peer_waits = bool(self._lines[peer])
+        if not peer_waits:
             del self._lines[peer]
-        if peers:
-            self._keys.wait(key)
-        else:
-            del self._peers[key]
+        if self._digits:
+            peers = self._peers[key]
+            peers.add_time(peer, seconds)
+            if peer_waits:
+                peers.wait(peer)
+            if not peers.waiting:
+                del self._peers[key]
+                return
+        elif not peer_waits:
+            return
+        self._keys.wait(key)
 
     def drop(self, peer: bytes) -> None:
         """Drop the messages of a connection that was cut."""

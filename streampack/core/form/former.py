@@ -152,8 +152,9 @@ class Former:
         rules, batch = self._rules, self._rules.batch
         if batch is None:
             step, samples = rules.packs_at(self.next_step) * rules.budget, self.num_samples
-            behind_window = self.queued_tokens * (samples - self.window) // max(samples, 1)  # an estimate
-            return self.queued_tokens < 2 * step or behind_window < step or self.lacks_samples
+            if self.queued_tokens < 2 * step or self.lacks_samples:
+                return True
+            return self.queued_tokens * (samples - self.window) // max(samples, 1) < step  # an estimate
         if batch.samples is None or self.queued_samples < 2 * batch.samples:
             return True
         self._gather()

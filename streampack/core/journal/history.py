@@ -199,6 +199,8 @@ class History:
     @property
     def pending(self) -> list[Scheduled]:
         """The changes that have no place yet and were not canceled, in the order of their numbers."""
+        if not self.asked and not self.rules.stages:
+            return []
         stages = [Scheduled(number, stage, stage.at) for number, stage in enumerate(self.rules.stages)]
         done = self.canceled | {change.id for change in self.changes}
         return [change for change in (*stages, *self.asked) if change.id not in done]

@@ -110,7 +110,11 @@ class Queues:
     @property
     def closed(self) -> bool:
         """True if no more samples will be merged: all streams have ended or pause, or one has stopped the merge."""
-        return self.stopped or bool((self._done | self._idle).all())
+        if self.stopped:
+            return True
+        if not (self._ended | self._idle).all():
+            return False
+        return bool((self._done | self._idle).all())
 
     @property
     def has_barriers(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,7 +134,7 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         """Return the totals of both."""
-        return Totals(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return Totals(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     @property
     def moments(self) -> tuple[int, int, int]:

@@ -31,7 +31,7 @@ class MediaFigures:
             not occur.
 
     >>> from streampack.core.model.fields import Field
-    >>> from streampack.core.model.rules import MediaLimits
+    >>> from streampack.core.model.keys.planning_keys import MediaLimits
     >>> pixels = Field(name="pixels", axis="patch", dtype="uint8")
     >>> media = MediaFigures(Rules(budget=8, media_fields=(pixels,), limits=MediaLimits(patches=4)))
     >>> media.add(np.array([0, 2, 3]), np.array([6, 8]), np.array([1, 1, 0]), np.array([1, 3, 0]), np.array([9, 11, 0]))

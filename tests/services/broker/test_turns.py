@@ -64,7 +64,7 @@ def test_more_connections_may_wait_than_are_remembered(key_digits: int, connecti
         for _ in peers:
             handled[turns.take()] += 1
             turns.give(cost)
-        assert not turns
+        assert not turns.waiting
     assert handled == dict.fromkeys(peers, 2)
 
 
@@ -117,12 +117,12 @@ def test_messages_of_a_connection_keep_their_order_and_those_of_a_key_are_bounde
         elif action == "drop":
             turns.drop(peer)
             lines[peer].clear()
-        elif turns:
+        elif turns.waiting:
             if (message := turns.take()) is not None:
                 assert message == lines[message[0]].popleft()
             turns.give(0.001)
         assert turns.num_bytes == sum(waiting(bytes([each])) for each in range(3))
-    while turns:
+    while turns.waiting:
         if (message := turns.take()) is not None:
             assert message == lines[message[0]].popleft()
         turns.give(0.001)

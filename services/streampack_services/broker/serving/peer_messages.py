@@ -69,7 +69,7 @@ class MessageReader:
         for side in (self._sockets.trainers, self._sockets.producers):
             until = max(now, began + HANDLE_S) + READ_S
             for frames in drain(side.router, DRAIN_AT_MOST):
-                if self._turns or now > began + HANDLE_S:
+                if self._turns.waiting or now > began + HANDLE_S:
                     self._line_up(side, frames)
                 else:
                     yield from self._decoded(side, frames)
@@ -79,7 +79,7 @@ class MessageReader:
                 self._turns.drop(cut.peer)
                 self._reports.on_cut(cut)
         began = now = time.perf_counter()
-        while self._turns and now - began < HANDLE_S:
+        while self._turns.waiting and now - began < HANDLE_S:
             if (message := self._turns.take()) is not None:
                 yield from self._decoded(*message)
             before, now = now, time.perf_counter()
@@ -87,7 +87,7 @@ class MessageReader:
 
     def _line_up(self, side: PeerSide, frames: list[Any]) -> None:
         """Put a message into the line of its connection, unless too much of its key waits."""
-        peer, num_bytes = frames[0].bytes, sum(memoryview(frame).nbytes for frame in frames)
+        peer, num_bytes = frames[0].bytes, sum([memoryview(frame).nbytes for frame in frames])
         message = side, frames
         if self._turns.put(peer, message, num_bytes, WAITING_BYTES, ALL_WAITING_BYTES):
             return
