@@ -178,10 +178,13 @@ class Tables:
                 is_intact = crc == _crc(table, values)
                 yield f"the row with {key_text} does not match its checksum", values if is_intact else None
 
-    def first(self, noun: str, table: str, where: str, key: tuple[Any, ...]) -> Any:
-        """Return the column or aggregate ``noun`` of the first row, None without a row; ignore its checksum."""
+    def first(self, expression: str, table: str, where: str, key: tuple[Any, ...]) -> Any:
+        """Return an SQL expression, such as a column or ``max(step)``, of the first row that ``where`` chooses.
+
+        Returns None without a row. The row's checksum is not compared.
+        """
         with self._sqlite():
-            row = self._db.execute(f"SELECT {noun} FROM {table} WHERE {where}", key).fetchone()
+            row = self._db.execute(f"SELECT {expression} FROM {table} WHERE {where}", key).fetchone()
         return None if row is None else row[0]
 
     def check(self, tables: Iterable[str] = TABLES) -> list[str]:
