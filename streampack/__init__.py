@@ -6,6 +6,7 @@
   function ``plan_step`` plans one optimizer update over a mesh.
 - Compute on packs with torch: ``packed_loss``, ``per_sample``, ``target_logprobs``, ``varlen_attention`` and the masks.
 - Check batches: ``verify`` checks every invariant of a batch.
+- Count: ``ModelFlops`` counts the useful FLOPs of a model.
 
 The library needs neither torch nor numba; a client uses numba if it is installed (extra ``fast``). The daemons need
 the extra ``service``.
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from streampack.batch_checks.step_check import verify
 from streampack.client.connect import Client, connect
+from streampack.core.flops.model_flops import ModelFlops
 from streampack.core.model.mesh import Mesh
 from streampack.core.packers.closed import pack_lengths, way_back
 from streampack.errors import StageEnds, StreampackError
@@ -51,6 +53,7 @@ __all__ = [
     "Client",
     "Media",
     "Mesh",
+    "ModelFlops",
     "Pack",
     "Producer",
     "Reference",

@@ -17,6 +17,7 @@ The folders stand in the order in which samples pass them:
 - ``protocol``: the messages between peers, and the events and effects of the state machines.
 - ``sessions``: the other ends of the protocol: producers and clients.
 - ``stats``: counts that decide nothing.
+- ``flops``: useful FLOPs of a model, and factors of costs.
 
 The state machine of a broker is in ``broker``, which owns the feeds. ``run_log`` recovers and cuts its log, and
 ``claims`` checks the keys of its peers. Kernels are compiled in ``jit``, and ``shuffle``

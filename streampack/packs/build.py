@@ -84,10 +84,13 @@ def build_step(
         raise WireError(f"got {count} micro-batches, expected {first.micro_batches if first else 'at least one'}")
     rules = first.rules_of(attached.rules)
     places = -(-first.num_samples // mesh.dp)
+    lengths = np.concatenate([content.lengths for content in contents])
+    depths = [content.depths for content in contents if content.depths is not None]
     return Step(
-        first.step, LazyPacks.of(contents), sum(content.num_tokens for content in contents), denominator(first),
+        first.step, LazyPacks.of(contents), int(lengths.sum()), denominator(first),
         first.num_samples, first.digest.hex(), first.chain.hex(), "0" if first.stage is UNSET else first.stage.text,
         rules, Regrouping(rules, mesh.pp, places, np.concatenate(longest) if longest else None),
+        lengths=lengths, shared=np.concatenate(depths) if depths else None,
     )  # fmt: skip
 
 
@@ -108,8 +111,10 @@ class Content:
     """Attributes of the packs by name, except those with a value per token and declared fields."""
     rows: Mapping[str, list[Any]]
     """The values of ``rest`` by pack."""
-    num_tokens: int
-    """Real tokens of the whole packs."""
+    lengths: I64
+    """Real tokens of each sample of the whole packs, without shared ones, int64 [samples]."""
+    depths: I64 | None
+    """Tokens that each sample shares, int64 [samples]; None without ``share``."""
 
     def groups(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return groups of packs as [first, stop), each of up to ``num_tokens`` tokens or of a single longer pack."""
@@ -190,7 +195,7 @@ def _content(
             values = _array(getattr(part, name) or bytes(4 * num_samples), "<u4", num_samples)
             attributes[optional.column] = Column(values.astype(optional.in_packs), laid.first_sample.tolist())
     by_pack = {name: rows(column) for name, column in attributes.items()}
-    return Content(tokens, num_packs, attributes, by_pack, int(own.sum()))
+    return Content(tokens, num_packs, attributes, by_pack, own, depths)
 
 
 def _lay_out(lengths: I64, counts: I64, aligns: I64, widths: I64) -> tuple[Layouts, Boundaries, I64]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.flops.model_flops import ModelFlops
 from streampack.core.layout.labels import positions_of
 from streampack.core.model.samples import I32, I64
 
@@ -109,6 +110,23 @@ class Pack(Mapping[str, Any]):
             int64 [T'], values from 0 to T - 1.
         """
         return positions_of(self.slices[:, 0], self.slices[:, 1])
+
+    def flops(self, model: Any) -> int:
+        """Return the useful FLOPs of training on this pack's real tokens, forward and backward.
+
+        With context parallelism, they are those of the whole pack.
+
+        Args:
+            model: ``model.config`` of transformers, a dict with the keys of ``config.json``, or a ``ModelFlops``.
+
+        Raises:
+            UserError: The model has layers that cannot be counted.
+
+        Example:
+            >>> tflops = pack.flops(model.config) / seconds / 1e12  # doctest: +SKIP
+        """
+        own = np.diff(self.cu_seqlens)[: self.num_samples]
+        return ModelFlops.of(model).samples(own, 0 if self.shared is None else self.shared)
 
     def __getitem__(self, key: str) -> Any:
         if key in self.fields:

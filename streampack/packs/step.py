@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, SupportsIndex, cast, overload
 
 import numpy as np
 
+from streampack.core.flops.model_flops import ModelFlops
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.errors import UserError
@@ -62,6 +63,11 @@ class Step(Generic[BatchT]):
     """Function for ``report``; internal."""
     naming: Callable[[I64], list[str]] | None = dataclass_field(default=None, repr=False, compare=False)
     """Function for ``sample_streams``; internal."""
+    lengths: I64 | None = dataclass_field(default=None, repr=False, compare=False)
+    """Real tokens of each sample in this rank's packs, int64 [samples], in the order of ``sample_ids``. Shared tokens
+    count for the sample before. None for a step that was not made by a loader."""
+    shared: I64 | None = dataclass_field(default=None, repr=False, compare=False)
+    """Tokens that each of these samples shares with the one before it; None without ``share``."""
 
     def report(self, values: Mapping[str, Any], *, reduce: Literal["sum", "same"] = "sum") -> None:
         """Report values of this rank's samples, such as rewards or losses, and wait until they are durable.
@@ -134,6 +140,40 @@ class Step(Generic[BatchT]):
         if self.rules is None:
             raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
         return self.rules.budget
+
+    def flops(self, model: Any) -> int:
+        """Return the useful FLOPs of training on this rank's packs, forward and backward.
+
+        With context, tensor or pipeline parallelism, the ranks that share these packs share the FLOPs.
+
+        Args:
+            model: ``model.config`` of transformers, a dict with the keys of ``config.json``, or a ``ModelFlops``.
+
+        Raises:
+            UserError: The model has layers that cannot be counted, or the step was not made by a loader.
+
+        Example:
+            >>> tflops = step.flops(model.config) / seconds / 1e12  # doctest: +SKIP
+        """
+        return ModelFlops.of(model).samples(self._lengths, 0 if self.shared is None else self.shared)
+
+    @property
+    def sum_squares(self) -> int:
+        """Sum of the squares of the samples' tokens in this rank's packs: the work of attention.
+
+        A sample of s tokens that shares d tokens with the one before counts (d + s)^2 - d^2.
+
+        Raises:
+            UserError: The step was not made by a loader.
+        """
+        own, depths = self._lengths, 0 if self.shared is None else self.shared
+        return int((own * (own + 2 * depths)).sum())
+
+    @property
+    def _lengths(self) -> I64:
+        if self.lengths is None:
+            raise UserError("got a step that was not made by a loader, expected a step from loader.steps()")
+        return self.lengths
 
     @property
     def sample_ids(self) -> I64:

@@ -122,6 +122,14 @@ class View(dict[str, Any]):
         """
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def flops(self, model: Any) -> int:
+        """Return the useful FLOPs of training on this pack's real tokens, as ``Pack.flops`` does; reads no device.
+
+        Args:
+            model: ``model.config`` of transformers, a dict with the keys of ``config.json``, or a ``ModelFlops``.
+        """
+        return canonical(self).flops(model)
+
     def pin_memory(self) -> View:
         """Return the view with its tensors in pinned memory, for asynchronous copies to a device."""
         return self._each(lambda tensor: tensor.pin_memory())

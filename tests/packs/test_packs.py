@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streampack_services.broker import arena as arena_module
 from streampack_services.broker.arena_kernels import copy_slices, find_slices
 
+from streampack.core.flops.model_flops import ModelFlops
 from streampack.core.layout.labels import positions_of
 from streampack.core.layout.shards import shard_slices
 from streampack.core.model.mesh import Mesh
@@ -107,6 +108,17 @@ def test_positions_say_where_a_shard_lies_in_its_pack(case: Case) -> None:
         for pack in step:
             expected = positions_of(*shard_slices(pack.cu_seqlens_padded, case.ranks, rank, case.layout))
             assert pack.positions().tolist() == expected.tolist()
+
+
+@given(cases())
+def test_flops_are_those_of_the_real_tokens_of_whole_packs(case: Case) -> None:
+    model = ModelFlops(token=7, pair=3, window_pair=2, window=5)
+    lengths = [[len(sample) for sample in pack] for pack in case.packs]
+    by_pack = [model.samples(np.array(pack, np.int64)) for pack in lengths]
+    for step in steps_of(case, [len(case.packs)]):
+        assert [pack.flops(model) for pack in step] == by_pack
+        assert step.flops(model) == sum(by_pack)
+        assert step.sum_squares == sum(length**2 for pack in lengths for length in pack)
 
 
 @pytest.mark.parametrize("cp", [1, 2])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.batch_checks.step_check import verify
+from streampack.core.flops.model_flops import ModelFlops
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.errors import InvariantError, UserError
@@ -81,6 +82,16 @@ def test_a_prompt_is_sent_and_computed_once() -> None:
     assert int(pack.cu_seqlens[-1]) == 30 + 6 * 10
     assert chain.sent_bytes < plain.sent_bytes
     assert sum(pack.num_samples > 0 for step in plain.steps() for pack in step) == 3
+
+
+def test_shared_tokens_cost_flops_once_and_the_others_see_them() -> None:
+    chain = Chain(rules_of(96))
+    chain.send(prompts(6), share=True)
+    (step,) = chain.steps()
+    model = ModelFlops(token=100, pair=1)
+    flops = 100 * 90 + 30 * 31 // 2 + 6 * (10 * 30 + 55)  # a prompt of 30, and six answers of 10 that see it
+    assert step.flops(model) == sum(pack.flops(model) for pack in step) == flops
+    assert step.sum_squares == 30**2 + 6 * (40**2 - 30**2)
 
 
 def test_a_tree_that_no_pack_holds_is_cut_into_trees_that_fit() -> None:
