@@ -35,8 +35,10 @@ CHUNK_S = 0.5
 """Seconds after which a batch ends, even if the lease's limits allow more samples."""
 
 
-def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
+def batches(source: Source, lease: Lease, share: float = 1.0) -> Iterator[TokenChunk]:
     """Yield a source's records from the lease's cursor on, gathered into batches within the lease's limits.
+
+    The first batch has at most this ``share`` of what the limits allow, each further one up to twice as much.
 
     Raises SampleError for a sample that the lease's policies reject, and ConfigError if the tokenizer's ids do not fit
     the run's dtype.
@@ -50,14 +52,14 @@ def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
         )
     start = Cursor(*lease.cursor or (0, 0, 0))
     terms = LeaseLimits(lease)
-    room = Room(terms.most, terms.room)
+    room = Room(max(int(terms.most * share), 1), max(int(terms.room * share), 1))
     read = partial(source.read_many, room=room) if isinstance(source, ManySource) else source.read
     records = read(
         lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes,
         fields=lease.sent_fields, start=start,
         skip=lease.first_seq if is_begin(start) else 0,
     )  # fmt: skip
-    yield from _batches(records, terms, CHUNK_S, room)
+    yield from _batches(records, terms, CHUNK_S, room, share)
 
 
 def batches_of(records: Iterable[RawSample], lease: Lease) -> Iterator[TokenChunk]:
@@ -70,10 +72,11 @@ def batches_of(records: Iterable[RawSample], lease: Lease) -> Iterator[TokenChun
 
 
 def _batches(
-    records: Iterable[RawSample | Records], terms: LeaseLimits, chunk_s: float, room: Room
+    records: Iterable[RawSample | Records], terms: LeaseLimits, chunk_s: float, room: Room, share: float = 1.0
 ) -> Iterator[TokenChunk]:
     """Yield records gathered into batches; a batch also ends after ``chunk_s`` seconds and at the end of a pass.
 
+    The first batch has at most a ``share`` of these seconds and of the lease's limits, each further one twice as much.
     ``room`` is kept up to date with the samples and tokens that the batch can still take; ``records`` reads it.
     """
     cursor: Cursor | None = None
@@ -84,13 +87,13 @@ def _batches(
         for record in terms.split(received) if isinstance(received, Records) else (received,):
             sample, reason = terms.apply_policies(record)
             before, pass_ = pass_, _pass_of(record.cursor)
-            if cursor is not None and (pass_ > before or terms.full(gathered, sample, chunk_s)):
+            if cursor is not None and (pass_ > before or terms.full(gathered, sample, chunk_s, share)):
                 yield terms.batch(gathered, cursor, pass_ > before)
-                gathered = Gathered()
+                gathered, share = Gathered(), min(2 * share, 1.0)
             gathered.add(record, sample, reason, terms.warnings_of(record))
             cursor = record.cursor
         if many:
-            terms.update_room(room, gathered)
+            terms.update_room(room, gathered, share)
     if cursor is not None:
         yield terms.batch(gathered, cursor, True)
 

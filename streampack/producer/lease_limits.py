@@ -214,23 +214,28 @@ class LeaseLimits:
             "prompts. Add `fields: {loss_mask: {}}` to broker.yaml, or fields={'loss_mask': {}} to streampack.local"
         )
 
-    def full(self, gathered: Gathered, sample: Values, chunk_s: float) -> bool:
-        """Return True if ``sample`` does not fit the batch, or gathering has taken more than ``chunk_s`` seconds."""
+    def full(self, gathered: Gathered, sample: Values, chunk_s: float, share: float) -> bool:
+        """Return True if ``sample`` does not fit the batch, or gathering has taken more than ``chunk_s`` seconds.
+
+        The batch has a ``share`` of these seconds and of the lease's limits.
+        """
         tokens, count = gathered.tokens + len(sample[TOKENS]), len(gathered.lengths)
         if self._lease.has_extra_bytes:
             extra = gathered.extra_bytes + len(sample.get(MEDIA, ()))
             if tokens * self._token_bytes + extra > self._lease.max_chunk_bytes:
                 return True
-        return tokens > self.room or count >= self.most or time.monotonic() - gathered.began > chunk_s
+        taken_s = time.monotonic() - gathered.began
+        return tokens > self.room * share or count >= self.most * share or taken_s > chunk_s * share
 
-    def update_room(self, room: Room, gathered: Gathered) -> None:
-        """Set ``room`` to the samples and tokens that the batch can still take.
+    def update_room(self, room: Room, gathered: Gathered, share: float) -> None:
+        """Set ``room`` to the samples and tokens that a batch of this ``share`` of the limits can still take.
 
         If less than an eighth is left, set it to a whole batch, since each part of an array costs a copy.
         """
-        room.samples, room.tokens = self.most - len(gathered.lengths), self.room - gathered.tokens
-        if room.samples <= self.most // 8 or room.tokens <= self.room // 8:
-            room.samples, room.tokens = self.most, self.room
+        samples, tokens = max(int(self.most * share), 1), max(int(self.room * share), 1)
+        room.samples, room.tokens = samples - len(gathered.lengths), tokens - gathered.tokens
+        if room.samples <= samples // 8 or room.tokens <= tokens // 8:
+            room.samples, room.tokens = samples, tokens
 
     def batch(self, gathered: Gathered, cursor: Cursor, pass_ended: bool) -> TokenChunk:
         """Return the gathered samples as a batch; ``cursor`` is the position after the last."""

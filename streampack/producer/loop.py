@@ -42,6 +42,9 @@ log = logging.getLogger("streampack.producer")
 
 TICK_S = 0.2
 TELL_S = 0.5
+FEW_LEASES = 32
+"""Leases of a producer that begin with whole chunks. A producer reads a chunk of each lease in turn, and a step needs
+samples of all streams. So with more leases, the first chunks are smaller."""
 SLOW_S = 2.0
 """Seconds after which reading a chunk counts as slow; normally a chunk takes CHUNK_S and the time for one sample."""
 COMPILED_AFTER = 16
@@ -234,7 +237,8 @@ class ProducerLoop:
         reader = self._readers.get((key, read.session))
         if reader is None:
             source = self._sources[lease.stream]
-            reader = source.batches(lease) if isinstance(source, BatchSource) else batches(source, lease)
+            share = min(1.0, FEW_LEASES / len(self._session.held))
+            reader = source.batches(lease) if isinstance(source, BatchSource) else batches(source, lease, share)
             self._readers[key, read.session] = reader
         self._reading, self._asked_at = lease, time.monotonic()
         self._requests.put((read, reader))

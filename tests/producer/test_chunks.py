@@ -309,6 +309,22 @@ def write(kind: str, folder: Path) -> SourceSettings:
     return SourceSettings(source, f"{folder}/*", shuffle=False)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_lease_among_many_begins_with_small_chunks_that_grow(kind: str, tmp_path: Path) -> None:
+    ids = [[1, 2, 3, 4]] * 6000
+    if kind == "parquet":
+        pq.write_table(pa.table({"tokens": pa.array(ids, pa.list_(pa.int32()))}), tmp_path / "a.parquet")
+    else:
+        (tmp_path / "a.jsonl").write_text('{"tokens": [1, 2, 3, 4]}\n' * len(ids))
+    source = open_source(SourceSettings(kind, f"{tmp_path}/*", tokens_key="tokens"))  # type: ignore[arg-type]
+    counts = [len(batch.lengths) for batch in batches(source, lease(()), share=1 / 64)]
+    assert sum(counts) == len(ids)
+    for number, count in enumerate(counts[:5]):
+        assert 1 <= count <= 64 * 2**number
+    whole = [len(batch.lengths) for batch in batches(source, lease(()))]
+    assert whole[0] > 64
+
+
 @pytest.mark.parametrize("kind", ["tar", "tar of json", "jsonl", "parquet", "tar of no masks", "parquet of no masks"])
 @pytest.mark.parametrize("policy", [None, "train", "reject"])
 def test_a_sample_without_its_loss_mask_is_rejected_or_counted(kind: str, policy: Any, tmp_path: Path) -> None:

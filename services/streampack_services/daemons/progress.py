@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 RATE_OVER_S = 5.0
 """Seconds over which tokens per second are measured."""
+MOST_STREAMS = 16
+"""Streams that a line names; the others are added up."""
 BAR = 16
 """Width of a progress bar, in characters."""
 
@@ -107,16 +109,16 @@ def add_up(names: Iterable[str], parts: Iterable[Mapping[str, StreamProgress]]) 
 
 def line(overall: Overall) -> str:
     """Return the progress as a line: ``web 43% 1200 samples 48000 tokens 9600 tokens/s; 2 of 4 wait for credit``."""
-    parts = [f"{_stream(overall, name)} {overall.tokens_per_s[name]:.0f} tokens/s" for name in overall.streams]
-    return "; ".join([*parts, *_restarts(overall), *_waits(overall)])
+    parts = [f"{_stream(overall, name)} {overall.tokens_per_s[name]:.0f} tokens/s" for name in _shown(overall)]
+    return "; ".join([*parts, *_others(overall), *_restarts(overall), *_waits(overall)])
 
 
 def summary(overall: Overall) -> str:
     """Return the final result as a line: ``1200 samples, 48000 tokens, 3 rejected (json 3); web ...; code ...``."""
     notes = [f"{overall.samples} samples", f"{overall.tokens} tokens", _rejected(overall.rejected), *_warnings(overall)]
     first = ", ".join(note for note in notes if note)
-    parts = [_stream(overall, name) for name in overall.streams] if len(overall.streams) > 1 else []
-    return "; ".join([first, *parts, *_restarts(overall)])
+    parts = [_stream(overall, name) for name in _shown(overall)] if len(overall.streams) > 1 else []
+    return "; ".join([first, *parts, *_others(overall), *_restarts(overall)])
 
 
 def figures(overall: Overall) -> dict[str, Any]:
@@ -158,6 +160,21 @@ def table(overall: Overall) -> RenderableType:
         )  # fmt: skip
     notes = [_rejected(overall.rejected), *_warnings(overall), *_restarts(overall), *_waits(overall)]
     return Group(shown, Text("; ".join(note for note in notes if note), style="dim"))
+
+
+def _shown(overall: Overall) -> list[str]:
+    """Return the names of the streams that a line shows."""
+    return [*overall.streams][:MOST_STREAMS]
+
+
+def _others(overall: Overall) -> list[str]:
+    """Return the sum of the streams that a line does not show as text: ``592 more streams 1200 samples``."""
+    others = [*overall.streams][MOST_STREAMS:]
+    samples, tokens = (sum(getattr(overall.streams[name], key) for name in others) for key in ("samples", "tokens"))
+    rate = sum(overall.tokens_per_s.get(name, 0.0) for name in others)
+    return [f"{counted(len(others), 'more stream')} {samples} samples {tokens} tokens {rate:.0f} tokens/s"] * bool(
+        others
+    )
 
 
 def short(number: float) -> str:

@@ -91,8 +91,8 @@ def layers_of(config: Any) -> Layers:
     """Return the layers of a model.
 
     Args:
-        config: A dict with the keys of ``config.json``, or a configuration of transformers. Of a model for images and
-            text, the part ``text_config`` counts. Without ``model_type``, the layers are as in Llama.
+        config: A dict with the keys of ``config.json``, or a configuration of transformers. If it has a
+            part ``text_config``, that part counts. Without ``model_type``, the layers are as in Llama.
 
     Raises:
         UserError: A key is missing or wrong, or the model has layers that cannot be counted; the message names it.

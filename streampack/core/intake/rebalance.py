@@ -16,6 +16,9 @@ from streampack.core.intake.producers import ConnectedProducer, ProducerDepartur
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.producer_messages import Hello
 
+MOST_NAMED = 16
+"""Streams that a text names."""
+
 
 class Move(NamedTuple):
     """A move of partition ``p`` to the producer named ``to``, or to none; ``taken`` if its old holder still sends."""
@@ -51,7 +54,9 @@ class Rebalancer:
         if same_name is None:
             amends = sorted(offer.stream for offer in hello.offers if offer.amends is True)
             does = "amending" if amends else "offering"
-            text = f"producer {producer.where} joined, {does} {', '.join(amends or sorted(producer.offers))}"
+            streams = amends or sorted(producer.offers)
+            more = f" and {len(streams) - MOST_NAMED} more streams" * (len(streams) > MOST_NAMED)
+            text = f"producer {producer.where} joined, {does} {', '.join(streams[:MOST_NAMED])}{more}"
             effects.append(Report("info", text, producer=producer.where, host=producer.host))
         elif restarted:
             self.vanished += 1
@@ -84,8 +89,10 @@ class Rebalancer:
         return last_words + self._lease(sorted({*partitions, *moved}))
 
     def _lease(self, partitions: list[int]) -> list[Effect]:
-        """Send the leases of partitions to their holders."""
-        return [effect for p in partitions for effect in self._credits.lease(p)]
+        """Send the leases of partitions to their holders: the first partition of each stream, then the second."""
+        begins = [self._partitions.stream_of[p].first for p in partitions]
+        ordered = sorted(zip(partitions, begins, strict=True), key=lambda place: place[0] - place[1])
+        return [effect for p, _ in ordered for effect in self._credits.lease(p)]
 
     def _share_out(self) -> tuple[list[int], list[Effect]]:
         """Give every open partition to a producer that offers its stream.

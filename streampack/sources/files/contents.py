@@ -119,5 +119,9 @@ def _is_binary(first: bytes) -> bool:
     if first.count(0) > max(most, 1):
         return True
     control = len(first) - len(first.translate(None, _CONTROL))
-    not_utf8 = sum("\udc80" <= letter <= "\udcff" for letter in first.decode("utf-8", "surrogateescape"))
+    not_utf8 = (
+        0
+        if first.isascii()
+        else sum("\udc80" <= letter <= "\udcff" for letter in first.decode("utf-8", "surrogateescape"))
+    )
     return control + not_utf8 > max(most, _FEW_BYTES)

@@ -13,7 +13,8 @@ shards, and ``index_lines`` also finds the lines of plain text.
 import codecs
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
 from typing import Any, TypedDict
 
 import msgspec
@@ -44,7 +45,7 @@ class JsonlShard:
     blocks = ()
 
     def __init__(self, file: ShardFile, reader: RowReader) -> None:
-        self._file, self._reader, self._decode = file, reader, open_row(reader.keys)
+        self._file, self._reader, self._decode = file, reader, open_row(tuple(reader.keys))
         self._offsets, self._sizes, self._lines = index_lines(file)
 
     def __len__(self) -> int:
@@ -91,13 +92,14 @@ def index_lines(file: ShardFile) -> tuple["array[int]", "array[int]", "array[int
     return offsets, sizes, lines
 
 
-def open_row(keys: Sequence[str]) -> Callable[[bytes], dict[str, Any] | str]:
+@cache
+def open_row(keys: tuple[str, ...]) -> Callable[[bytes], dict[str, Any] | str]:
     """Return a function that decodes the bytes of one JSON object to a dict of those ``keys`` that it has.
 
     For bytes that cannot be decoded the function returns a reason, ``encoding`` or ``json``. The reason ``json`` (not
     valid JSON, or not an object) is a Because with the parser's message.
 
-    >>> open_row(["text"])(b'{"text": "hi", "id": 7}'), open_row(["text"])(b"[]")
+    >>> open_row(("text",))(b'{"text": "hi", "id": 7}'), open_row(("text",))(b"[]")
     ({'text': 'hi'}, 'json')
     """
     row = TypedDict("row", dict.fromkeys(keys, Any), total=False)  # type: ignore[misc]

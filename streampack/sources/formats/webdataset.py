@@ -93,7 +93,7 @@ class TarShard:
         keys = [key for key in KNOWN if key in reader.fields.known.names]
         self._known = {f"{key}.npy": key for key in keys}
         """Known keys by the extensions of their members."""
-        self._decode = open_row([*named, *keys])
+        self._decode = open_row((*named, *keys))
         self._keys: list[str] = []
         self._offsets, self._sizes, self._ranks = array("q"), array("q"), array("b")
         self._members: list[Beside] = []
@@ -322,7 +322,7 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
         """Return a function that reads a .json member, whose sample is under the given key."""
         of_row = msgspec.structs.replace(settings, text_key=text_key, tokens_key=tokens_key)
         reader = RowReader(of_row, tokenizer, fields)
-        decode = open_row(reader.keys)
+        decode = open_row(tuple(reader.keys))
 
         def load(raw: bytes) -> tuple[Encoded, Row] | str:
             """Read a .json member to ids and its row, or return a reason."""

@@ -16,17 +16,18 @@ from streampack.core.model.capacity import Capacity
 from streampack.core.model.lease_terms import terms_of
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import SampleTable
+from streampack.core.protocol.effects import SendProducer
 from streampack.core.protocol.events import Report
 from streampack.core.protocol.message import Identity
-from streampack.core.protocol.producer_messages import Hello, Offer
+from streampack.core.protocol.producer_messages import Hello, Lease, Offer
 
 READ, PUSHED = StreamRules("read", 1.0, 7), StreamRules("pushed", 1.0, 3, pushed=True)
 NAMES = ["one", "two", "three", "four"]
 
 
-def producers_side() -> Leases:
-    """Return the producers' side of a broker with a stream that is read and a pushed one."""
-    rules, table, journal = Rules(merge="arrival", streams=(READ, PUSHED)), SampleTable(), Journal(keeps=True)
+def producers_side(*streams: StreamRules) -> Leases:
+    """Return the producers' side of a broker with these streams."""
+    rules, table, journal = Rules(merge="arrival", streams=streams), SampleTable(), Journal(keeps=True)
     leases, merge = Leases(Identity(1, 1), Capacity(64, 16, 1 << 20), table, journal), FeedMerge(rules)
     admission = Admission(terms_of(rules), rules.tokens, rules.fields, 16, table, merge)
     leases.open("train", rules, admission, merge, History(rules, 10))
@@ -42,9 +43,19 @@ pushes = st.tuples(st.just("push"), st.sampled_from(NAMES))
 leaves = st.tuples(st.just("leave"), st.sampled_from(NAMES))
 
 
+def test_the_first_partitions_of_all_streams_are_leased_first() -> None:
+    leases = producers_side(*(StreamRules(name, 1.0, 3) for name in NAMES))
+    effects = leases.rebalancer.join(
+        b"one", hello("one", *(Offer(stream=name, source_digest="d") for name in NAMES)), 0.0
+    )
+    sent = [effect.envelope.message for effect in effects if isinstance(effect, SendProducer)]
+    leased = [(message.partition, message.stream) for message in sent if isinstance(message, Lease)]
+    assert leased == [(partition, name) for partition in range(3) for name in NAMES]
+
+
 @given(st.lists(reads | pushes | leaves, max_size=20))
 def test_open_partitions_are_held_evenly_and_each_move_begins_a_session(story: list[tuple[str, str]]) -> None:
-    leases = producers_side()
+    leases = producers_side(READ, PUSHED)
     producers, partitions = leases.producers, leases.partitions
     for what, name in story:
         holders, sessions = list(producers.holder), [intake.session for intake in partitions.intakes]
@@ -70,7 +81,7 @@ def test_open_partitions_are_held_evenly_and_each_move_begins_a_session(story: l
 
 @pytest.mark.parametrize("why", ProducerDeparture)
 def test_a_departure_is_logged_and_counted_by_its_reason(why: ProducerDeparture) -> None:
-    leases = producers_side()
+    leases = producers_side(READ, PUSHED)
     leases.rebalancer.join(b"one", hello("one", Offer(stream="read", source_digest="d")), 0.0)
     producer = leases.producers.named("one")
     assert producer is not None

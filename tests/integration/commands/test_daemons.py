@@ -361,6 +361,15 @@ def test_progress_is_told_by_stream() -> None:
     }  # fmt: skip
 
 
+def test_a_line_names_16_streams_and_adds_up_the_others() -> None:
+    found = Overall({f"s{number:04d}": 1 for number in range(600)})
+    found.update(120.0, [{name: StreamProgress(samples=2, tokens=10) for name in found.num_shards}], [], 0)
+    assert line(found).endswith(
+        "; s0015 2 samples 10 tokens 0 tokens/s; 584 more streams 1168 samples 5840 tokens 0 tokens/s"
+    )
+    assert len(summary(found)) < 1000
+
+
 def test_samples_without_their_declared_mask_are_counted() -> None:
     found = overall()
     web, again, code = (StreamProgress(warnings={"no_loss_mask": count}) for count in (7, 2, 1))
