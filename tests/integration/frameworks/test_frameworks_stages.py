@@ -15,9 +15,10 @@ import streampack
 from streampack import integrations
 from streampack.config.typed_yaml import convert
 from streampack.errors import UserError
+from streampack.integrations.checks import megatron_checks
 from streampack.sources import SourceSettings, open_source
-from tests.integration.frameworks.megatron_ranks import arguments, train_iterator
-from tests.integration.frameworks.megatron_ranks import ranks as ranks
+from tests.integration.frameworks.megatron_lm.megatron_ranks import arguments, train_iterator
+from tests.integration.frameworks.megatron_lm.megatron_ranks import ranks as ranks
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 
 SETTINGS: dict[str, Any] = {
@@ -113,7 +114,7 @@ def test_sizes_of_a_rampup_are_those_of_megatron(ramp: list[int], size: int) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator as Calculator
-    sizes = integrations.megatron.rampup_sizes(arguments(global_batch_size=size, rampup_batch_size=ramp))
+    sizes = megatron_checks.rampup_sizes(arguments(global_batch_size=size, rampup_batch_size=ramp))
     calculator, consumed, expected = Calculator(size, 1, 1, False, 1, *ramp), 0, list[tuple[int, int]]()
     for iteration in range(sizes[-1][0] + 3):
         calculator.update(consumed, False)

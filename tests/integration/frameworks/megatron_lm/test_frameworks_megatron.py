@@ -16,10 +16,11 @@ from streampack.config.typed_yaml import convert
 from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.rules import Align, Batch, Rules
 from streampack.errors import StateError, UserError
+from streampack.integrations.checks import megatron_checks
 from streampack.sources import SourceSettings, open_source
 from tests.integration.frameworks.example_runs import EXAMPLES, killed_and_resumed_is_the_same, serving
-from tests.integration.frameworks.megatron_ranks import arguments, train_iterator
-from tests.integration.frameworks.megatron_ranks import ranks as ranks
+from tests.integration.frameworks.megatron_lm.megatron_ranks import arguments, train_iterator
+from tests.integration.frameworks.megatron_lm.megatron_ranks import ranks as ranks
 from tests.integration.running import RunningBroker, producing_here, running_broker, until, write_jsonl
 
 
@@ -162,7 +163,7 @@ def test_each_evaluation_is_over_the_same_steps_of_the_valid_feed(tmp_path: Path
     ],
 )
 def test_arguments_that_packs_do_not_go_with_are_refused(changed: dict[str, Any], message: str) -> None:
-    check_args = integrations.megatron.check_args
+    check_args = megatron_checks.check_args
     check_args(arguments())
     check_args(arguments(sft=True, context_parallel_size=2, eval_iters=100, mtp_num_layers=1), valid_feed="valid")
     with pytest.raises(UserError, match=message):
@@ -170,7 +171,7 @@ def test_arguments_that_packs_do_not_go_with_are_refused(changed: dict[str, Any]
 
 
 def test_a_feed_whose_steps_are_no_iterations_is_refused_at_once(broker: RunningBroker) -> None:
-    check_rules = integrations.megatron.check_rules
+    check_rules = megatron_checks.check_rules
     with pytest.raises(UserError, match="steps of 4 packs with global_batch_size=8, expected equal numbers"):
         train_iterator(broker, arguments(global_batch_size=8))
     with pytest.raises(UserError, match="packs of 128 tokens with seq_length=256, expected equal lengths"):
