@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from streampack.core.layout.shards import shard_slices
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import IGNORE_INDEX
+from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.packs.columns import Columns
 from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
@@ -24,6 +25,8 @@ from streampack.views.tensors import ValuesByName, column_of, cut, other_values,
 from streampack.views.view import View, canonical
 
 __all__ = ["packed_seq_params"]
+
+_OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def build_batches(
@@ -53,6 +56,30 @@ def build_batches(
     widest = torch.from_numpy(np.array(of_packs["max_seqlen"], np.int32))  # torch's default device may be another
     keys["max_seqlen"] = cut(widest, range(columns.count + 1))
     return keys, rest
+
+
+def arranged(batch: View, cp: int) -> View:
+    """Return a pack whose tokens are in an order that makes Megatron shard samples where it shards rows.
+
+    Without ``sft``, Megatron's ``get_batch`` gives each of ``cp`` ranks two chunks of the row (``zigzag_pack``). But
+    attention, rotary embeddings and multi-token prediction expect two chunks of each sample (``zigzag``). So the tokens
+    of a rank's samples lie where Megatron takes the rank's part of the row. Boundaries stay the same.
+    """
+    bounds = batch["cu_seqlens"][0].numpy()
+    order = np.empty(bounds[-1], np.int64)
+    for rank in range(cp):
+        samples, rows = (_indices(*shard_slices(bounds, cp, rank, kind)) for kind in ("zigzag", "zigzag_pack"))
+        order[rows] = samples
+    index = torch.from_numpy(order)
+    changed = {name: batch[name].index_select(-1, index) for name in _OF_TOKENS if name in batch}
+    return View({**batch, **changed}, batch.canonical, batch.rest, batch.rules, batch.copied)
+
+
+def _indices(start: I64, stop: I64) -> I64:
+    """Return the indices of slices, one slice after another."""
+    sizes = stop - start
+    indices: I64 = np.arange(sizes.sum()) + np.repeat(start - np.cumsum(sizes) + sizes, sizes)
+    return indices
 
 
 def packed_seq_params(batch: Pack | View) -> dict[str, Any]:

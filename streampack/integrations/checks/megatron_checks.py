@@ -25,7 +25,7 @@ def check_args(args: Any, valid_feed: str | None = None) -> None:
             True,
             "Packs have different numbers of labels, so the mean of their mean losses would be biased",
         ),
-        "virtual_pipeline_model_parallel_size": (None, "Each virtual stage of a rank would read different packs"),
+        "overlap_moe_expert_parallel_comm": (False, "Its forward step drops the boundaries of samples"),
         "hybrid_context_parallel": (False, "Hybrid context parallelism forms packs itself"),
         "create_attention_mask_in_dataloader": (False, "Packs have sample boundaries instead of an attention mask"),
         "step_batch_size_schedule": (
@@ -43,16 +43,11 @@ def check_args(args: Any, valid_feed: str | None = None) -> None:
             "got neither dataloader_inter_document_masking nor sft, expected one of them. Without them, get_batch "
             "drops the boundaries of samples, and samples of a pack attend to each other"
         )
-    cp = getattr(args, "context_parallel_size", 1)
-    if cp > 1 and not getattr(args, "sft", False):
+    pp = getattr(args, "pipeline_model_parallel_size", 1)
+    if pp > 1 and not hasattr(args, "dataloader_inter_document_masking"):
         raise UserError(
-            f"got context_parallel_size={cp} without sft, expected sft. Without sft, get_batch gives each rank a part "
-            f"of the row, but attention expects a part of each sample"
-        )
-    if getattr(args, "mtp_num_layers", None) and getattr(args, "pipeline_model_parallel_layout", None):
-        raise UserError(
-            "got mtp_num_layers and pipeline_model_parallel_layout, expected at most one of them. With both, a middle "
-            "pipeline stage may predict tokens, but middle stages read no tokens"
+            f"got pipeline_model_parallel_size={pp} with a Megatron-LM before 0.19, expected 0.19 or newer. Older "
+            f"versions of get_batch drop the boundaries of samples on middle stages"
         )
     if valid_feed is None and getattr(args, "eval_iters", None):
         raise UserError(

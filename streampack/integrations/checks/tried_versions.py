@@ -19,10 +19,11 @@ log = logging.getLogger("streampack.integrations")
 
 @dataclass(frozen=True)
 class Tried:
-    """A package of a framework, and its version that an adapter was tried with."""
+    """A package of a framework, and its version that an adapter was tried with; others were tried, too."""
 
     package: str
     version: str
+    also: tuple[str, ...] = ()
 
     def check(self, owner: Any, *names: str) -> None:
         """Raise UserError unless ``owner`` has all attributes; warn once if another version is installed."""
@@ -51,7 +52,7 @@ class Tried:
 def _warn_once(tried: Tried) -> None:
     """Warn if the installed version is not the tried one."""
     installed = _installed(tried.package)
-    if installed.partition("+")[0] != tried.version:
+    if installed.partition("+")[0] not in (tried.version, *tried.also):
         log.warning(
             "%s %s was not tried with this version of streampack, %s was. If losses look wrong, install that version: "
             "pip install '%s==%s'",

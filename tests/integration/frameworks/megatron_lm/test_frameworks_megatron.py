@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streampack import integrations
 from streampack.config.typed_yaml import convert
+from streampack.core.layout.shards import shard_slices
 from streampack.core.model.keys.planning_keys import Warmup
 from streampack.core.model.rules import Align, Batch, Rules
 from streampack.errors import StateError, UserError
 from streampack.integrations.checks import megatron_checks
 from streampack.sources import SourceSettings, open_source
+from streampack.views.megatron import arranged
+from streampack.views.view import View
 from tests.integration.frameworks.example_runs import EXAMPLES, killed_and_resumed_is_the_same, serving
 from tests.integration.frameworks.megatron_lm.megatron_ranks import arguments, train_iterator
 from tests.integration.frameworks.megatron_lm.megatron_ranks import ranks as ranks
@@ -38,27 +46,42 @@ def test_a_loop_of_megatron_core_goes_on_where_it_was_killed(
     assert whole[-1]["loss"] < 0.9 * whole[0]["loss"]
 
 
+@contextmanager
+def as_mesh(ranks: Any, **sizes: int) -> Iterator[None]:
+    """Sizes of Megatron's mesh, in place of one rank."""
+    try:
+        for name, size in sizes.items():
+            getattr(ranks, f"set_{name}_model_parallel_world_size")(size)
+        yield
+    finally:
+        for name in sizes:
+            getattr(ranks, f"set_{name}_model_parallel_world_size")(None)
+            getattr(ranks, f"set_{name}_model_parallel_rank")(None)
+
+
+def of_stages(broker: RunningBroker, ranks: Any, num_stages: int, args: Any) -> list[list[Any]]:
+    """The iterators of each model chunk, on each stage's first tensor rank of two; the second rank has none."""
+    stages: list[list[Any]] = []
+    with as_mesh(ranks, tensor=2, pipeline=num_stages):
+        for stage in range(num_stages):
+            provider = integrations.megatron.datasets_provider(lambda: args, endpoint=broker.trainers)
+            assert provider.is_distributed
+            numbers: list[int | None] = [*range(args.virtual_pipeline_model_parallel_size or 0)] or [None]
+            ranks.set_pipeline_model_parallel_rank(stage)
+            for rank in (1, 0):
+                ranks.set_tensor_model_parallel_rank(rank)
+                chunks = [provider([0, 0, 0], vp_stage=number)[0] for number in numbers]
+                assert rank == 0 or chunks == [None] * len(numbers)
+            stages.append(chunks)
+    return stages
+
+
 def test_the_first_tensor_rank_of_every_stage_reads(broker: RunningBroker, ranks: Any) -> None:
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    provider = integrations.megatron.datasets_provider(lambda: arguments(), endpoint=broker.trainers)
-    assert provider.is_distributed
-    try:
-        ranks.set_tensor_model_parallel_world_size(2)
-        ranks.set_pipeline_model_parallel_world_size(3)
-        stages: list[Any] = []
-        for stage in range(3):
-            ranks.set_pipeline_model_parallel_rank(stage)
-            ranks.set_tensor_model_parallel_rank(1)
-            assert provider([0, 0, 0]) == (None, None, None)
-            ranks.set_tensor_model_parallel_rank(0)
-            stages.append(provider([0, 0, 0])[0])
-        with ThreadPoolExecutor(3) as threads:
-            batches = list(threads.map(lambda train: list(islice(RerunDataIterator(train).iterable, 8)), stages))
-    finally:
-        for part in ("tensor", "pipeline"):
-            getattr(ranks, f"set_{part}_model_parallel_world_size")(None)
-            getattr(ranks, f"set_{part}_model_parallel_rank")(None)
+    stages = [chunks[0] for chunks in of_stages(broker, ranks, 3, arguments())]
+    with ThreadPoolExecutor(3) as threads:
+        batches = list(threads.map(lambda train: list(islice(RerunDataIterator(train).iterable, 8)), stages))
     for first, middle, last in zip(*batches, strict=True):
         assert "tokens" not in middle
         assert torch.equal(first["tokens"], last["tokens"])
@@ -67,6 +90,72 @@ def test_the_first_tensor_rank_of_every_stage_reads(broker: RunningBroker, ranks
         assert middle["cu_seqlens"][0, -1] == 128
     for train in stages:
         train.close()
+
+
+def test_chunks_of_a_virtual_pipeline_take_the_same_packs_of_one_loader(broker: RunningBroker, ranks: Any) -> None:
+    """Megatron's get_batch deletes keys of the batch that it takes, and other chunks need them."""
+
+    def take(chunks: list[Any]) -> list[list[list[int]]]:
+        taken: list[list[list[int]]] = [[], []]
+        for number in [0, 0, 1, 1, 0, 0, 1, 1] * 2:
+            pack = next(chunks[number])
+            taken[number].append(pack["tokens"].tolist())
+            pack["tokens"] = pack["labels"] = None
+        return taken
+
+    stages = of_stages(broker, ranks, 2, arguments(virtual_pipeline_model_parallel_size=2))
+    with ThreadPoolExecutor(2) as threads:
+        first, last = threads.map(take, stages)
+    assert first[0] == first[1] == last[0] == last[1]
+    assert len({str(pack) for pack in first[0]}) == 8
+    for chunks in stages:
+        assert chunks[0].save_state()["next_step"] == 2
+        chunks[0].close()
+
+
+def test_a_chunk_that_takes_no_boundaries_ends_training(broker: RunningBroker) -> None:
+    args = arguments(virtual_pipeline_model_parallel_size=2)
+    provider = integrations.megatron.datasets_provider(lambda: args, endpoint=broker.trainers)
+    with pytest.raises(UserError, match="got vp_stage=1 with 0 model chunks, expected chunks in order from 0"):
+        provider(vp_stage=1)
+    train = provider(vp_stage=0)[0]
+    for _ in range(4):
+        next(train)
+    for take in (lambda: next(train), train.save_state):
+        with pytest.raises(UserError, match=r"got model chunks of one rank that took \[4, 0\] packs so far"):
+            take()
+    train.close()
+
+
+def test_a_middle_stage_that_may_predict_tokens_gets_tokens(broker: RunningBroker, ranks: Any) -> None:
+    stages = of_stages(broker, ranks, 3, arguments(mtp_num_layers=1, pipeline_model_parallel_layout="Et*3|m|L"))
+    with ThreadPoolExecutor(3) as threads:
+        first, middle, last = threads.map(next, [chunks[0] for chunks in stages])
+    for key in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
+        assert torch.equal(first[key], middle[key])
+        assert torch.equal(first[key], last[key])
+    for chunks in stages:
+        chunks[0].close()
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_a_shard_of_an_arranged_row_has_the_parts_of_each_sample_that_attention_expects(
+    cp: int, chunks: list[int]
+) -> None:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    bounds = np.cumsum([0, *(2 * cp * size for size in chunks)], dtype=np.int32)
+    tokens = torch.arange(int(bounds[-1]))[None]
+    keys = {"tokens": tokens, "labels": tokens + 1, "loss_mask": tokens % 3.0, "position_ids": tokens * 7}
+    row = arranged(View({**keys, "cu_seqlens": torch.from_numpy(bounds)[None]}), cp)
+    assert row["cu_seqlens"].tolist() == [bounds.tolist()]
+    for rank in range(cp):
+        slices = zip(*shard_slices(bounds, cp, rank, "zigzag"), strict=True)
+        expected = np.concatenate([np.arange(start, stop) for start, stop in slices])
+        group: Any = SimpleNamespace(size=lambda: cp, rank=lambda rank=rank: rank)
+        shard = get_batch_on_this_cp_rank({name: row[name] for name in keys}, group)
+        for name in keys:
+            assert torch.equal(shard[name], keys[name][:, expected])
 
 
 def test_durable_checkpoints_are_committed_and_any_mesh_goes_on_from_what_rank_0_saved(
@@ -151,21 +240,25 @@ def test_each_evaluation_is_over_the_same_steps_of_the_valid_feed(tmp_path: Path
             {"calculate_per_token_loss": False},
             "got calculate_per_token_loss=False, expected True. Packs have different",
         ),
-        ({"virtual_pipeline_model_parallel_size": 2}, "got virtual_pipeline_model_parallel_size=2, expected None"),
+        ({"overlap_moe_expert_parallel_comm": True}, "got overlap_moe_expert_parallel_comm=True, expected False"),
         ({"hybrid_context_parallel": True}, "got hybrid_context_parallel=True, expected False"),
         ({"create_attention_mask_in_dataloader": True}, "got create_attention_mask_in_dataloader=True"),
         ({"dataloader_inter_document_masking": False}, "got neither dataloader_inter_document_masking nor sft"),
         ({"step_batch_size_schedule": "0:4 1M:8"}, "got step_batch_size_schedule='0:4 1M:8', expected None"),
         ({"eval_micro_batch_size": 2}, "got eval_micro_batch_size=2, expected 1"),
         ({"eval_iters": 100}, "got eval_iters=100 without valid_feed, expected a feed to evaluate on"),
-        ({"context_parallel_size": 2}, "got context_parallel_size=2 without sft, expected sft"),
-        ({"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*3|m|L"}, "got mtp_num_layers and pipeline_model"),
     ],
 )
 def test_arguments_that_packs_do_not_go_with_are_refused(changed: dict[str, Any], message: str) -> None:
     check_args = megatron_checks.check_args
     check_args(arguments())
     check_args(arguments(sft=True, context_parallel_size=2, eval_iters=100, mtp_num_layers=1), valid_feed="valid")
+    old = arguments(sft=True)
+    del old.dataloader_inter_document_masking
+    check_args(old)
+    old.pipeline_model_parallel_size = 2
+    with pytest.raises(UserError, match=r"got pipeline_model_parallel_size=2 with a Megatron-LM before 0\.19"):
+        check_args(old)
     with pytest.raises(UserError, match=message):
         check_args(arguments(**changed))
 
