@@ -2,6 +2,7 @@
 
 - ``automodel``: the recipes of NeMo AutoModel.
 - ``hf``: transformers' Trainer and TRL's SFTTrainer.
+- ``jax``: JAX, in your own loop.
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
 - ``nemo_rl``: the policy workers of NeMo-RL.

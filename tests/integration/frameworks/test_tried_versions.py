@@ -33,6 +33,7 @@ def test_the_tried_versions_are_those_that_tests_run_with() -> None:
         "torchtitan",
         "automodel",
         "veomni",
+        "jax",
     }
     pins = re.findall(r"^(\S+)==(\S+)$", (ROOT / "requirements-veomni.txt").read_text(), re.MULTILINE)
     apart = dict(pins)
