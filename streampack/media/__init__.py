@@ -2,7 +2,8 @@
 
 - ``media``: the options of a trainer, ``Media``.
 - ``fetcher``: fetches and decodes in threads, each item of a step once.
-- ``read_bytes``: reads a range of bytes of a file or of a URL.
+- ``processor``: decodes images as the processor of a folder does.
 
-Samples name the bytes with a ``Reference`` (``core.media.references``). Nothing of this runs in brokers or relays.
+Samples name the bytes with a ``Reference`` (``core.media.references``), and ``sources.files.read_bytes`` reads them.
+Nothing of this runs in brokers or relays.
 """

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from streampack.core.media.references import Reference
 from streampack.core.stats.media_figures import MEDIA_DROPPED
 from streampack.errors import ConfigError, MediaError
-from streampack.media.read_bytes import TooLarge, WrongBytes, read_bytes
+from streampack.sources.files.read_bytes import TooLarge, WrongBytes, read_bytes
 from streampack.sources.files.retries import Retries, kind_of, status_of, text_of, without_queries
 
 log = logging.getLogger("streampack.client")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from importlib import import_module
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from streampack.config.typed_yaml import parse_size
 from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.media.fetcher import Decode, Fetcher
+from streampack.media.processor import ProcessorDecoder
 
 
 class Media:
@@ -21,6 +23,8 @@ class Media:
     Args:
         decode: Function, or its name as ``"package.module:function"``, from the bytes of an item and its ``Reference``
             to an array [patches, ...]. All items have the same dtype and trailing shape. It runs in several threads.
+        processor: Folder of a processor of transformers, in place of ``decode``: images become what the processor makes
+            of them. Give the folder that producers have in ``tokenizer: {processor: ...}``.
         threads: Number of threads that fetch and decode.
         timeout_s: Seconds that a trainer waits for the items of a pack. Failed requests are repeated meanwhile,
             after as long as the store asks to wait.
@@ -42,8 +46,9 @@ class Media:
     """
 
     def __init__(
-        self, decode: Decode | str, *, threads: int = 8, timeout_s: float = 60.0, memory: str | int = "1GiB",
-        largest: str | int = "256MiB", on_error: Literal["error", "drop"] = "error",
+        self, decode: Decode | str | None = None, *, processor: str | os.PathLike[str] | None = None, threads: int = 8,
+        timeout_s: float = 60.0, memory: str | int = "1GiB", largest: str | int = "256MiB",
+        on_error: Literal["error", "drop"] = "error",
     ) -> None:  # fmt: skip
         if operator.index(threads) < 1:
             raise UserError(f"got threads={threads!r}, expected at least 1")
@@ -51,7 +56,14 @@ class Media:
             raise UserError(f"got timeout_s={timeout_s!r}, expected seconds, more than 0")
         if on_error not in ("error", "drop"):
             raise UserError(f"got on_error={on_error!r}, expected 'error' or 'drop'")
-        self.decode: Decode = _imported(decode) if isinstance(decode, str) else decode
+        if (decode is None) == (processor is None):
+            both = "neither" if decode is None else "both"
+            raise UserError(f"got {both} of decode and processor, expected one of them. Media(processor='FOLDER')")
+        self.decode: Decode
+        if processor is not None:
+            self.decode = ProcessorDecoder(os.fspath(processor))
+        else:
+            self.decode = _imported(decode) if isinstance(decode, str) else decode  # type: ignore[assignment]
         if not callable(self.decode):
             raise UserError(
                 f"got decode={decode!r}, expected a function or its name, such as 'package.module:function'"

@@ -18,6 +18,7 @@ Files, in the order in which data passes them:
 - ``walk``: passes, partitions, cursors and skipping over a format's shards.
 - ``records``, ``arrays``: the results: one sample, or many samples at once.
 - ``row_keys``: keys of a row that say which tokens are learned or real, or where packed samples begin.
+- ``images``: the images of chats, and their sizes.
 - ``reasons``: sentences for the reasons why samples are rejected.
 - ``in_memory``: rows in this process's memory as a source.
 - ``tables``: refuses tables and dicts of columns where rows are expected.

@@ -22,7 +22,7 @@ from streampack.sources.formats.python import ItemReader, read_items
 from streampack.sources.order import Cursor, sample_order
 from streampack.sources.records import RawSample
 from streampack.sources.settings import SourceSettings, digest_keys
-from streampack.sources.walk import missing_mask_key, vocab_size_of
+from streampack.sources.walk import image_fields_of, missing_mask_key, vocab_size_of
 from streampack.tokenizers.base import Tokenizer
 
 
@@ -34,6 +34,7 @@ class InMemory:
     def __init__(self, rows: Iterable[Any], settings: SourceSettings, tokenizer: Tokenizer) -> None:
         self._rows, self._settings, self._tokenizer = rows, settings, tokenizer
         self.vocab_size = vocab_size_of(settings, tokenizer)
+        self.image_fields = image_fields_of(settings, tokenizer)
         self._once = iter(rows) if isinstance(rows, Iterator) else None
         self._taken = 0
         of_settings = digest_keys(settings) | missing_mask_key(settings, tokenizer)

@@ -23,10 +23,34 @@ EXPECTED = {
     "roles": "messages with known roles. Map the others with `tokenizer: {{roles: {{...}}}}`",
     "chat_template_kwargs": "variables for the chat template, as a mapping. Correct the row",
     "special": "text without the text of special tokens. Correct the row",
+    "image_missing": "an image that the producer can read. Correct the path, or set image_folder",
+    "image_unreadable": "an image file. Write the image again, or remove the sample",
+    "image_too_large": "a smaller image. Scale it down, or remove the sample",
+    "image_depth": "an image of 8 bits for each value. Convert it",
+    "image_animated": "an image of one frame. Give the frame that is meant",
+    "image_size": "an image that the processor accepts. Cut it, or remove the sample",
+    "image_count": "one image for each place in the messages. Correct the row",
     "template": "messages that the chat template can write. Correct the row, or set another template",
 }
 """The expected data in place of a rejected sample, and the next action, by reason."""
-OWN_WORDS = ("dtype", "ragged", "messages", "roles", "chat_template_kwargs", "special", "template")
+OWN_WORDS = (
+    "dtype",
+    "ragged",
+    "messages",
+    "roles",
+    "chat_template_kwargs",
+    "special",
+    "template",
+    *(
+        "image_missing",
+        "image_unreadable",
+        "image_too_large",
+        "image_depth",
+        "image_animated",
+        "image_size",
+        "image_count",
+    ),
+)
 """Reasons whose detail, if there is one, says what to do."""
 EXPECTED_OF_KEY = {
     "missing": "every declared field. Add {key} to the rows, or give the field a `default` in its declaration",

@@ -9,7 +9,7 @@ from streampack.errors import ConfigError
 from streampack.tokenizers.base import Tokenizer
 
 _ROW_KEYS = ("text_key", "tokens_key", "messages_key", "prompt_key", "completion_key", "fields")
-_OF_ROWS = (*_ROW_KEYS, "missing_mask")
+_OF_ROWS = (*_ROW_KEYS, "missing_mask", "images_key", "image_folder")
 _FILES = ("shards", "path", "shuffle", "open_shards")
 KEYS: dict[str, tuple[str, ...]] = {
     "jsonl": (*_FILES, *_OF_ROWS),
@@ -115,6 +115,21 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "missing, else `train`"
         ),
     ] = None
+    images_key: Annotated[
+        str | None,
+        Meta(
+            description="Key that holds the images of a chat: a path, a URL or bytes, or a list of them. In tar files, "
+            "the extensions of its members, such as `jpg;png`. Default: `images`, else `image`; in tar files, "
+            "`jpg;jpeg;png;webp`. For a tokenizer with a `processor`"
+        ),
+    ] = None
+    image_folder: Annotated[
+        str | None,
+        Meta(
+            description="Folder or URL that relative paths of images begin with, for a tokenizer with a `processor`. "
+            "Trainers read the images there, too. Default: paths are as in the data"
+        ),
+    ] = None
     unit: Annotated[
         Literal["line", "paragraph", "file"] | None,
         Meta(
@@ -184,6 +199,9 @@ def digest_keys(settings: SourceSettings) -> dict[str, Any]:
     keys = {key: values[key] for key in (*_ROW_KEYS, "unit", "shuffle")}
     if settings.modes is not None:  # only then: digests of sources without modes must not change
         keys["modes"] = sorted(set(settings.modes))
+    for key in ("images_key", "image_folder"):  # only then: digests of sources without images must not change
+        if values[key] is not None:
+            keys[key] = values[key]
     if settings.open_shards is not None:  # a run records its default beside the digest: see ``ShardedSource.begin``
         keys["open_shards"] = settings.open_shards
     return keys

@@ -14,10 +14,10 @@ A damaged shard keeps its place as one rejected sample. The reader stops at it, 
 import contextlib
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain, islice, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -44,7 +44,7 @@ from streampack.sources.records import (
     Sample,
     Shard,
 )
-from streampack.sources.settings import SourceSettings, digest_keys, rejects_unmasked
+from streampack.sources.settings import KEYS, SourceSettings, digest_keys, rejects_unmasked
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import NO_TOKENS
 
@@ -131,6 +131,12 @@ def missing_mask_key(settings: SourceSettings, tokenizer: Tokenizer) -> dict[str
     return {"missing_mask": "reject"} if rejects_unmasked(settings, tokenizer) else {}
 
 
+def image_fields_of(settings: SourceSettings, tokenizer: Tokenizer) -> Mapping[str, Mapping[str, Any]]:
+    """Return the fields that a run declares for the images of a source's chats; empty if it can have none."""
+    reads_chats = "messages_key" in KEYS[settings.source] and settings.tokens_key is settings.text_key is None
+    return tokenizer.image_fields if reads_chats else {}
+
+
 def vocab_size_of(settings: SourceSettings, tokenizer: Tokenizer) -> int | None:
     """Return the tokenizer's vocabulary size; None if it is unknown, or the source holds ids instead of texts."""
     return None if settings.source == "megatron" or settings.tokens_key is not None else tokenizer.vocab_size
@@ -194,6 +200,7 @@ class ShardedSource:
         words = (*format_.words, "whole files") if in_order else format_.words
         self.digest = digest_of(settings, tokenizer, words, format_.files)
         self.vocab_size = vocab_size_of(settings, tokenizer)
+        self.image_fields = image_fields_of(settings, tokenizer)
         self.num_files, self.num_shards = len(format_.files), format_.num_shards
         self.shard_samples: dict[int, int] = {}
         """Shard number to number of samples, for the shards opened so far."""

@@ -7,6 +7,7 @@
 - ``tokenizer_json``: a tokenizer.json file, read by the library ``tokenizers``.
 - ``folder_files``: the files beside it.
 - ``transformers_tokenizer``: a tokenizer object of transformers.
+- ``processors/``: tokenizers of chats with images.
 - ``chat``: reads messages, and keeps marker tokens in them apart from those of templates.
 - ``chat_template``: Jinja templates of model authors, in a sandbox.
 - ``chat_marks``: marks in a rendered text, which tell the message that a piece of it belongs to.

@@ -37,6 +37,13 @@ class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             "`name` or `file`"
         ),
     ] = None
+    processor: Annotated[
+        str | None,
+        Meta(
+            description="Folder of a processor of transformers, whose tokenizer reads chats with images. Set it in "
+            "place of `name` and `file`"
+        ),
+    ] = None
     eos_token: Annotated[
         str | None,
         Meta(
@@ -124,6 +131,10 @@ class Tokenizer(Protocol):
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids that stand for added tokens, such as ``<|im_end|>``; empty if they are unknown."""
+
+    @property
+    def image_fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """Fields that a run declares for chats with images, as in broker.yaml; empty if chats cannot have images."""
 
     @property
     def eos_token(self) -> str | None:

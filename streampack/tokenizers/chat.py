@@ -13,6 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,14 +56,19 @@ class ChatMessage(NamedTuple):
 
 
 def read_messages(
-    messages: object, roles: Mapping[str, str] | None = None, *, any_role: bool = False
+    messages: object,
+    roles: Mapping[str, str] | None = None,
+    *,
+    any_role: bool = False,
+    images: bool = False,
 ) -> list[ChatMessage] | str:
     """Check and convert a chat's messages; return the reason ``messages``, ``roles``, or ``empty`` without any.
 
     A message is a mapping with ``role`` and ``content``, or ``from`` and ``value`` as in ShareGPT. The content is a
-    text, null, or a list of ``{"type": "text", "text": ...}``. An answer with ``train: false`` or ``weight: 0`` is not
-    learned. The template sees all other keys. ``roles`` maps roles in the data to those of the template. The reason is
-    ``roles`` for an unknown role that it does not map, unless ``any_role`` is set.
+    text, null, or a list of ``{"type": "text", "text": ...}``; with ``images``, also ``{"type": "image"}``. An answer
+    with ``train: false`` or ``weight: 0`` is not learned. The template sees all other keys. ``roles`` maps roles in the
+    data to those of the template. The reason is ``roles`` for an unknown role that it does not map, unless ``any_role``
+    is set.
 
     >>> read_messages([{"role": "user", "content": "hi", "weight": 0}])[0][:3]
     ('user', 'hi', False)
@@ -70,7 +76,7 @@ def read_messages(
     if not isinstance(messages, list):
         return "messages"
     roles = roles or {}
-    read = [_read_message(message, roles) for message in messages]
+    read = [_read_message(message, roles, images) for message in messages]
     good = [message for message in read if message is not None]
     if len(good) < len(read):
         return "messages"
@@ -128,6 +134,8 @@ def pair_messages(prompt: object, completion: object) -> list[Any] | None:
 class PairEncoder(ABC):
     """Base of tokenizers: encodes pairs, of messages as a chat, and of texts as the tokenizer does."""
 
+    image_fields: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+
     @abstractmethod
     def encode_chat(
         self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
@@ -153,7 +161,7 @@ class PairEncoder(ABC):
         return encoded._replace(warnings=(*left_out(tools, variables), *encoded.warnings))
 
 
-def _read_message(message: object, roles: Mapping[str, str]) -> ChatMessage | None:
+def _read_message(message: object, roles: Mapping[str, str], images: bool) -> ChatMessage | None:
     """Convert one message to a ChatMessage; None if it is not a valid message."""
     if not isinstance(message, Mapping):
         return None
@@ -162,7 +170,7 @@ def _read_message(message: object, roles: Mapping[str, str]) -> ChatMessage | No
         role, content = raw.pop("from"), raw.pop("value", None)
         raw["role"] = _SHAREGPT.get(role, role) if isinstance(role, str) else role
         raw |= {} if content is None else {"content": content}
-    text = _text(raw.get("content"))
+    text = _text(raw.get("content"), images)
     train, weight = message.get("train"), message.get("weight")
     train, weight = True if train is None else train, 1 if weight is None else weight  # null counts as absent
     if text is None or not isinstance(raw.get("role"), str) or not isinstance(train, bool):
@@ -179,16 +187,24 @@ def _with_reasoning(raw: dict[str, Any]) -> dict[str, Any]:
     return raw if reasoning is None else {"thinking": reasoning, **raw, "reasoning_content": reasoning}
 
 
-def _text(content: object) -> str | None:
-    """Return the plain text of a message's content; None if the content is invalid."""
+def _text(content: object, images: bool) -> str | None:
+    """Return the plain text of a message's content; None if the content is invalid. ``images``: parts may be images."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         return None
-    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+    parts = [_text_of_part(part, images) for part in content]
     return None if any(not isinstance(part, str) for part in parts) else "".join(map(str, parts))
+
+
+def _text_of_part(part: object, images: bool) -> object:
+    """Return the text of a part of a content, empty for an image; None if the part is invalid."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image" and images:
+        return ""
+    return part.get("text") if isinstance(part, Mapping) and kind == "text" else None
 
 
 # Markers

@@ -254,7 +254,9 @@ def _with_names(number: int, message: ChatMessage) -> dict[str, Any]:
     raw = dict(message.raw)
     if _has_content(raw):
         name = _name(number, _CONTENT)
-        raw["content"] = name if isinstance(raw["content"], str) else [{"type": "text", "text": name}]
+        content = raw["content"]
+        parts = [] if isinstance(content, str) else [part for part in content if part["type"] != "text"]
+        raw["content"] = name if isinstance(content, str) else [*parts, {"type": "text", "text": name}]
     if reasoning := _reasoning(raw):
         raw |= {key: _name(number, _THOUGHT) for key in REASONING if raw.get(key) == reasoning}
     if isinstance(calls := raw.get("tool_calls"), list):
@@ -279,7 +281,7 @@ def _name(number: int, kind: str) -> str:
 def _has_content(raw: Mapping[str, Any]) -> bool:
     """Return whether a message has a content that is more than white space."""
     content = raw.get("content")
-    texts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+    texts = [part.get("text", "") for part in content] if isinstance(content, list) else [content or ""]
     return any(text.strip() for text in texts)
 
 

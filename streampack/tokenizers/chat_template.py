@@ -262,7 +262,7 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return {**message, "content": "".join(part["text"] for part in content)}
+    return {**message, "content": "".join(part.get("text", "") for part in content)}
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class FolderFiles:
 
     def token(self, key: str) -> str | None:
         """Return the text of a special token, such as ``eos_token``; None if the files do not name it."""
-        value = self._config.get(key)
+        named = self._config.get("extra_special_tokens")
+        value = self._config.get(key) or (named.get(key) if isinstance(named, dict) else None)
         value = value.get("content") if isinstance(value, dict) else value
         return value if isinstance(value, str) else None
 
@@ -35,10 +36,11 @@ class FolderFiles:
         keys = [key for key in sorted(self._config) if re.fullmatch("[a-z_]+_token", key)]
         return {key: token for key in keys if (token := self.token(key)) is not None}
 
-    def templates(self, text: str | None) -> dict[str, str]:
+    def templates(self, text: str | None, *, processor: bool = False) -> dict[str, str]:
         """Return the texts of the chat templates by name, ``default`` and perhaps ``tool_use``; {} without any.
 
-        ``text``: path or text of a template that replaces those of the folder.
+        ``text``: path or text of a template that replaces those of the folder. ``processor``: the folder is that of a
+        processor, whose template may be in chat_template.json.
         """
         if text is not None:
             return {"default": text if "{" in text or "\n" in text else read_text(Path(text).expanduser())}
@@ -47,6 +49,8 @@ class FolderFiles:
             default = self._folder / "chat_template.jinja"
             return {"default": read_text(default)} | {path.stem: read_text(path) for path in more}
         template = self._config.get("chat_template")
+        if processor and (self._folder / "chat_template.json").is_file():
+            template = json.loads(read_text(self._folder / "chat_template.json")).get("chat_template", template)
         if isinstance(template, list):
             return {entry["name"]: entry["template"] for entry in template}
         return {"default": template} if isinstance(template, str) else {}

@@ -1,4 +1,4 @@
-"""Opens the tokenizer that settings describe: ``bytes``, a callable by its import path, or a tokenizer.json."""
+"""Opens the tokenizer that settings describe: ``bytes``, a callable, a tokenizer.json or a processor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     >>> open_tokenizer(TokenizerSettings()).encode("hé").tokens
     array([104, 195, 169, 256], dtype=int32)
     """
+    if settings.processor is not None:
+        if settings.name is not None or settings.file is not None:
+            raise ConfigError(
+                f"tokenizer: got processor {settings.processor!r} and {settings.name or settings.file!r}, expected "
+                "only one of processor, name and file"
+            )
+        from streampack.tokenizers.processors.processor_tokenizer import ProcessorTokenizer  # needs optional packages
+
+        return ProcessorTokenizer(settings)
     if settings.file is not None:
         if settings.name is not None:
             raise ConfigError(

@@ -6,6 +6,7 @@ No exception is raised, because one bad sample must not end a run.
 
 import hashlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,12 +38,14 @@ class Encoded(NamedTuple):
     - ``loss_mask``: [T] uint8; ``loss_mask[t]`` is 1 if ``tokens[t]`` is learned (not shifted). None: all are learned.
     - ``warnings``: words of ``core.stats.sample_warnings``.
     - ``given``: the ids are the data's own, so its masks, labels and boundaries are about them.
+    - ``values``: values of declared fields by name, such as those of a chat's images.
     """
 
     tokens: Tokens
     loss_mask: NDArray[np.uint8] | None = None
     warnings: tuple[str, ...] = ()
     given: bool = False
+    values: Mapping[str, Any] = MappingProxyType({})
 
 
 def as_encoded(values: object) -> Encoded | str:
@@ -51,8 +54,8 @@ def as_encoded(values: object) -> Encoded | str:
     ``values``: ids; ``(ids, loss_mask)``; or a mapping with ``input_ids`` and perhaps ``loss_mask``. A mask has one 0
     or 1 (or bool) per id. The reasons are those of ``as_tokens``, ``missing`` (no ``input_ids``) and ``mask``.
 
-    >>> as_encoded(([1, 2], [0, 1]))
-    Encoded(tokens=array([1, 2], dtype=int32), loss_mask=array([0, 1], dtype=uint8), warnings=(), given=False)
+    >>> as_encoded(([1, 2], [0, 1]))[:2]
+    (array([1, 2], dtype=int32), array([0, 1], dtype=uint8))
     """
     ids, mask = values, None
     if isinstance(values, Mapping):

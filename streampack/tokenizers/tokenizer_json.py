@@ -14,7 +14,7 @@ This module reads only the tokenizer's files.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -53,7 +53,8 @@ class FileTokenizer(PairEncoder):
     ``vocab_size`` is the largest id + 1. Raises ConfigError if the file is not a tokenizer, or lacks a given token.
     """
 
-    def __init__(self, settings: TokenizerSettings) -> None:
+    def __init__(self, settings: TokenizerSettings, *, marks: Collection[str] = (), images: bool = False) -> None:
+        """``marks``: further tokens that stay text in the data. ``images``: messages may have images."""
         assert settings.file is not None
         place = Path(settings.file).expanduser()
         path = place / "tokenizer.json" if place.is_dir() else place
@@ -61,14 +62,14 @@ class FileTokenizer(PairEncoder):
         beside = FolderFiles(path.parent)
         self._plain = _library(self._json, path)
         self._rejections = Rejections()
-        self._settings, self.train_on = settings, settings.train_on
+        self._settings, self.train_on, self._images = settings, settings.train_on, images
         self.name = str(settings.file)
         self.vocab_size: int | None = max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._before, self._after = _ids_around(self._plain)
         self._plain.post_processor = None
         self._plain.encode_special_tokens = not settings.allow_special
         added = self._plain.get_added_tokens_decoder().values()
-        self._special = {token.content for token in added if token.special}
+        self._special = {token.content for token in added if token.special or token.content in marks}
         self._ids = {token.content: number for number, token in self._plain.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(self._ids.values())
         self._markers = None if settings.allow_special else any_of(self._special)
@@ -80,7 +81,7 @@ class FileTokenizer(PairEncoder):
         if settings.bos_token is not None:
             bos = self._token_id("bos_token", settings.bos_token)
             self._before = self._before if self._before[:1] == [bos] else [bos, *self._before]
-        self._templates = beside.templates(settings.chat_template)
+        self._templates = beside.templates(settings.chat_template, processor=images)
         tokens = {key: token for key, token in (("bos_token", self.bos_token), ("eos_token", self.eos_token)) if token}
         self._variables = beside.tokens() | tokens | settings.chat_template_kwargs
         self._today = _date(settings.date)
@@ -109,7 +110,12 @@ class FileTokenizer(PairEncoder):
         self, messages: object, tools: object = None, variables: Mapping[str, Any] | None = None
     ) -> Encoded | str:
         """Return the ids and loss mask of a chat, rendered by the chat template, or the reason it is rejected."""
-        read = read_messages(messages, self._settings.roles, any_role=self.train_on == "all")
+        rendered = self._rendered_chat(messages, tools, variables)
+        return rendered if isinstance(rendered, str) else self._encode_rendered(rendered)
+
+    def _rendered_chat(self, messages: object, tools: object, variables: Mapping[str, Any] | None) -> Rendered | str:
+        """Return a chat as the chat template writes it, or the reason it is rejected."""
+        read = read_messages(messages, self._settings.roles, any_role=self.train_on == "all", images=self._images)
         if isinstance(read, str):
             return read
         if tools and not isinstance(tools, list | tuple):  # a template would iterate over the letters of a text
@@ -123,10 +129,7 @@ class FileTokenizer(PairEncoder):
             why = " ".join(str(error).replace(SPLIT, "").split())[:400]
             self._rejections.warn(f"the chat template rejects a chat of {len(read)} messages", TemplateError(why))
             return Because("template", why)
-        encoded = self._encode_rendered(rendered)
-        if isinstance(encoded, str):
-            return encoded
-        return encoded._replace(warnings=(*left_out(tools, variables, template.reads), *rendered.warnings))
+        return rendered._replace(warnings=(*left_out(tools, variables, template.reads), *rendered.warnings))
 
     def _encode_texts(self, prompt: str, completion: str) -> Encoded | str:
         text = prompt + completion
@@ -215,7 +218,7 @@ class FileTokenizer(PairEncoder):
                 )
         except (TypeError, UnicodeEncodeError):  # half of a surrogate pair: the library raises one, Python the other
             return "encoding"
-        return self._encoded(ids, mask) if ids else "empty"
+        return self._encoded(ids, mask)._replace(warnings=rendered.warnings) if ids else "empty"
 
     def _encode_pieces(self, text: str, learned: NDArray[np.uint8]) -> tuple[list[int], NDArray[np.uint8]]:
         """Return (ids, loss mask) of a rendered chat that has marker tokens in its data.

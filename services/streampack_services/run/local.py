@@ -33,6 +33,7 @@ from streampack.core.model.mesh import Mesh
 from streampack.errors import InternalError, StreampackError, UserError
 from streampack.kernels import background
 from streampack.local import LocalArguments, LocalLoader, LocalOptions
+from streampack.media.media import Media
 from streampack.producer.first_rows import NOT_APPLIED, ROWS_AT_START, bring_mask, passed_on
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
@@ -102,10 +103,22 @@ def open_local(source: Any, options: dict[str, Any]) -> LocalLoader[Any]:
     if any(masked) and not {LOSS_MASK, LABELS} & set(run["fields"]):
         log.info("the rows say which tokens count in the loss; streampack.local declares the field loss_mask")
         run = {**run, "fields": {**run["fields"], LOSS_MASK: {"default": 1}}}
+    for opened in sources.values():
+        for name, keys in getattr(opened, "image_fields", {}).items():
+            run = {**run, "fields": {name: dict(keys), **run["fields"]}}
+    if "media" not in client and (folder := _processor(chosen["tokenizer"], by_stream.values())):
+        client["media"] = Media(processor=folder)
     config = with_enough_memory(checked(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local")))
     with contextlib.ExitStack() as stack:
         reader, url = _start(stack, config, sources, http, client)
         return LocalLoader(reader, stack.pop_all(), url)
+
+
+def _processor(tokenizer: Any, streams: Iterable[Any]) -> str | None:
+    """Return the folder of the processor in the settings of tokenizers; None if there is none."""
+    of_streams = [stream.get("tokenizer") for stream in streams if isinstance(stream, Mapping)]
+    settings = [value for value in (tokenizer, *of_streams) if isinstance(value, Mapping)]
+    return next((value["processor"] for value in settings if value.get("processor")), None)
 
 
 def _settings_of_run(chosen: Mapping[str, Any]) -> dict[str, Any]:

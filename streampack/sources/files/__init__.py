@@ -9,6 +9,8 @@
 - ``contents``: kinds of files by their first bytes: compressed ones, and others that are no text.
 - ``joined_file``: several open files as one.
 - ``compressed``: a gzip or Zstandard file, read as the plain file in it.
+- ``read_bytes``: the bytes that a reference to a media item names.
+- ``image_files``: the size of an image from its first bytes, and images that are not used.
 
 A path or a pattern becomes a list of ``File`` (name and size), and opening one gives a ``ShardFile`` with exact reads.
 A file whose size changes after it was listed raises SourceError. These modules know bytes and offsets. They do not

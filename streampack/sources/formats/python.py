@@ -43,7 +43,7 @@ from streampack.sources.records import (
     Sample,
 )
 from streampack.sources.settings import SourceSettings
-from streampack.sources.walk import ShardedSource, check_read, digest_of, pieces, vocab_size_of
+from streampack.sources.walk import ShardedSource, check_read, digest_of, image_fields_of, pieces, vocab_size_of
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.callable_tokenizer import import_path
 from streampack.tokenizers.token_ids import Because, Encoded
@@ -232,6 +232,7 @@ class ReplayedSource:
     ) -> None:
         self.digest = digest_of(settings, tokenizer, (*words, "divided" if divided else "replayed"))
         self.vocab_size = vocab_size_of(settings, tokenizer)
+        self.image_fields = image_fields_of(settings, tokenizer)
         self._settings, self._tokenizer, self._items, self._divided = settings, tokenizer, items, divided
         self._path = settings.path or ""
 

@@ -35,6 +35,7 @@ from streampack.core.stats.sample_warnings import SEVERAL_KEYS
 from streampack.errors import ConfigError
 from streampack.sources.files.byte_source import ShardFile
 from streampack.sources.files.listing import find
+from streampack.sources.images import ImageReader
 from streampack.sources.records import NO_FIELDS, AnyShard, Format, Sample
 from streampack.sources.row_keys import KNOWN, KnownKeys
 from streampack.sources.settings import SourceSettings, rejects_unmasked
@@ -83,6 +84,7 @@ class RowReader:
 
     - ``sample_keys``: keys that may hold the sample.
     - ``keys``: all keys that are read, those of the fields included.
+    - ``images``: reads the images of chats; None if the tokenizer has no processor.
     """
 
     def __init__(self, settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field] = ()) -> None:
@@ -92,6 +94,8 @@ class RowReader:
         keys = [key for _, *pair in self._candidates for key in pair if key]
         chats = any(kind in (_CHAT, _PAIR) for kind, *_ in self._candidates)
         tools = [_TOOLS, _VARIABLES] if chats else []
+        self.images = ImageReader(settings) if chats and tokenizer.image_fields else None
+        tools += self.images.keys if self.images else ()
         self.sample_keys = tuple(dict.fromkeys(keys))
         of_fields = [key for _, key in (*self.fields.keys, *self.fields.media_keys)]
         present = [key for key in KNOWN if key in self.fields.known.names]
@@ -144,8 +148,14 @@ class RowReader:
             ids = ids_of(value)
             return no_ids(key, value, ids) if isinstance(ids, str) else Encoded(ids, given=True)
         tools, variables = _tools(row.get(_TOOLS)), _variables(row.get(_VARIABLES))
+        answer = row[second] if kind == _PAIR else None
+        if self.images is not None:
+            placed = self.images([value, answer], row)
+            if isinstance(placed, Because):
+                return placed
+            value, answer = placed
         if kind == _PAIR:
-            return self._tokenizer.encode_pair(value, row[second], tools, variables)
+            return self._tokenizer.encode_pair(value, answer, tools, variables)
         encoded = self._tokenizer.encode_chat(value, tools, variables)
         return no_chat(key, value) if encoded == "messages" and not isinstance(encoded, Because) else encoded
 
@@ -186,6 +196,9 @@ class FieldReader:
         applied = self.known(row, encoded)
         if isinstance(applied, str):
             return applied
+        if encoded.values:
+            keys = {field.name: key for field, key in self.keys} | dict(self.media_keys)
+            row = {**row, **{keys.get(name, name): value for name, value in encoded.values.items()}}
         mask = encoded.loss_mask if applied.mask is None else applied.mask
         kept = applied.kept or slice(None)
         tokens = encoded.tokens[kept]

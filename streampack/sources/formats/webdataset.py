@@ -49,7 +49,7 @@ from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import Encoded
 
 Row: TypeAlias = dict[str, Any]
-Load: TypeAlias = Callable[[bytes], tuple[Encoded, Row] | str]
+Load: TypeAlias = Callable[[bytes, Row], tuple[Encoded, Row] | str]
 Beside: TypeAlias = dict[str, tuple[int, int]]  # extension to (byte offset, size) of a sample's other members
 
 _SPLIT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$").match
@@ -101,6 +101,9 @@ class TarShard:
         self._has_fields = bool(named)
         self._endings = {key: _endings(key) for key in sorted(self._fields.reference_keys)}
         """Endings of the members that a key of references stands for."""
+        self._images = reader.images
+        if self._images is not None:
+            self._endings[self._images.keys[0]] = _endings(self._images.endings)
         self._ambiguous = set[int]()
         """Samples with several members that may hold them."""
         self._damage = ""
@@ -220,7 +223,10 @@ class TarShard:
             return missing_from(self._unread, "other members in its file:")
         if rank < 0:
             return _REASONS[rank]
-        member = self._loads[rank](self._file.pread(self._sizes[sample], self._offsets[sample]))
+        beside = self._members[sample]
+        images = self._references(beside, self._images.keys[0]) if self._images is not None else []
+        listed: Row = {self._images.keys[0]: images} if self._images is not None and images else {}
+        member = self._loads[rank](self._file.pread(self._sizes[sample], self._offsets[sample]), listed)
         if isinstance(member, str):
             return member
         encoded, row = member
@@ -305,14 +311,17 @@ def _in_order(name: str) -> list[str | int]:
 
 
 def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field]) -> dict[str, Load]:
-    """Return the functions that read a member, by its extension; the first extension that a sample has is read."""
+    """Return the functions that read a member, by its extension; the first extension that a sample has is read.
 
-    def text(raw: bytes) -> tuple[Encoded, Row] | str:
+    A function takes the member and the sample's images by their key.
+    """
+
+    def text(raw: bytes, images: Row) -> tuple[Encoded, Row] | str:
         """Read a text member; the row is empty."""
         encoded = encode(raw, tokenizer)
         return encoded if isinstance(encoded, str) else (encoded, {})
 
-    def npy(raw: bytes) -> tuple[Encoded, Row] | str:
+    def npy(raw: bytes, images: Row) -> tuple[Encoded, Row] | str:
         """Read a .npy member of token ids; the row is empty."""
         values = load_npy(raw)
         ids = values if isinstance(values, str) else ids_of(values)
@@ -324,10 +333,10 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
         reader = RowReader(of_row, tokenizer, fields)
         decode = open_row(tuple(reader.keys))
 
-        def load(raw: bytes) -> tuple[Encoded, Row] | str:
-            """Read a .json member to ids and its row, or return a reason."""
+        def load(raw: bytes, images: Row) -> tuple[Encoded, Row] | str:
+            """Read a .json member to ids and its row, or return a reason. ``images``: members, by their key."""
             decoded = decode(raw)
-            encoded = decoded if isinstance(decoded, str) else reader.encode(decoded)
+            encoded = decoded if isinstance(decoded, str) else reader.encode({**decoded, **images})
             if encoded == MISSING:
                 return missing_in(raw)
             return encoded if isinstance(encoded, str) else (encoded, decoded)  # type: ignore[return-value]

@@ -22,7 +22,7 @@ from PIL import Image
 import streampack
 from streampack.core.media.references import reference_of
 from streampack.errors import MediaError, SampleError, SourceError
-from streampack.media.read_bytes import WrongBytes, read_bytes
+from streampack.sources.files.read_bytes import WrongBytes, read_bytes
 from tests.integration.running import in_process, the_error, write
 from tests.sources.http_server import FileHandler, FileServer
 

@@ -55,19 +55,7 @@ def read_bytes(reference: Reference, largest: int = LARGEST) -> bytes:
     if size is not None and size > largest:
         raise TooLarge(f"got an item of {size} bytes, expected at most {largest}. Raise `largest` of `Media`")
     end = begin + (largest + 1 if size is None else size)
-    data: bytes
-    if reference.is_inline:
-        try:
-            data = inline_bytes(reference)
-        except ValueError as error:
-            raise WrongBytes(str(error)) from None
-        data = data[begin:end] if begin or size else data
-    elif "://" in reference.uri:
-        data = _fetch(reference.uri, begin, end)
-    else:
-        with Path(reference.uri).open("rb") as file:
-            file.seek(begin)
-            data = file.read(end - begin)
+    data = _read(reference, begin, end)
     if size is None and len(data) > largest:
         raise TooLarge(f"got an item of more than {largest} bytes. Raise `largest` of `Media`")
     if size is not None and len(data) > size:
@@ -80,6 +68,27 @@ def read_bytes(reference: Reference, largest: int = LARGEST) -> bytes:
     if reference.crc32c is not None and (checksum := crc32c(data)) != reference.crc32c:
         raise WrongBytes(f"got the checksum {checksum:08x}, expected {reference.crc32c:08x}")
     return data
+
+
+def read_range(reference: Reference, place: int, count: int) -> bytes:
+    """Return up to ``count`` bytes of an item from its byte ``place`` on, fewer at its end; see ``read_bytes``."""
+    count = count if reference.size is None else min(count, reference.size - place)
+    begin = reference.offset + place
+    return _read(reference, begin, begin + count) if count > 0 else b""
+
+
+def _read(reference: Reference, begin: int, end: int) -> bytes:
+    """Return the bytes [begin, end) of the file of a reference, as far as it has them."""
+    if reference.is_inline:
+        try:
+            return inline_bytes(reference)[begin:end]
+        except ValueError as error:
+            raise WrongBytes(str(error)) from None
+    if "://" in reference.uri:
+        return _fetch(reference.uri, begin, end)
+    with Path(reference.uri).open("rb") as file:
+        file.seek(begin)
+        return file.read(end - begin)
 
 
 class _Opened(NamedTuple):

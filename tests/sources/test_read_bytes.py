@@ -17,7 +17,7 @@ from awscrt.checksums import crc32c
 import streampack
 from streampack.core.media.references import Reference
 from streampack.errors import ConfigError, MediaError
-from streampack.media.read_bytes import WrongBytes, read_bytes
+from streampack.sources.files.read_bytes import WrongBytes, read_bytes
 from tests.media.stored_images import FIELDS, decode, image, store
 
 MEMBERS = 40

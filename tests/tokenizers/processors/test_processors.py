@@ -1,0 +1,104 @@
+"""Chats with images become what the processors of transformers make of them."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streampack.core.media.references import Reference
+from streampack.core.model.fields import Field
+from streampack.media.processor import ProcessorDecoder
+from streampack.sources.formats.rows import RowReader
+from streampack.sources.records import Sample
+from streampack.sources.settings import SourceSettings
+from streampack.tokenizers.base import TokenizerSettings
+from streampack.tokenizers.open_tokenizer import open_tokenizer
+from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, oracle_of, training_template
+from tests.tokenizers.processors.random_chats import random_chat
+
+CHATS = int(os.environ.get("EXAMPLES", "12"))
+"""Random chats of each family."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processors")
+
+
+@cache
+def folder_in(family: str, folder: Path) -> Path:
+    return folder_of(family, folder / family)
+
+
+def reader_of(folder: Path, **settings: Any) -> RowReader:
+    """Read rows with the fields that the family needs."""
+    tokenizer = open_tokenizer(TokenizerSettings(processor=str(folder)))
+    fields = [Field(name=name, **_keys(name, keys)) for name, keys in tokenizer.image_fields.items()]
+    return RowReader(SourceSettings("python", path="rows", **settings), tokenizer, fields)
+
+
+def _keys(name: str, keys: Any) -> dict[str, Any]:
+    """The keys of a field, with the default that its name implies."""
+    keys = {"dtype": "uint8", "align": "target"} if name == "loss_mask" else dict(keys)
+    return {key: tuple(value) if key == "shape" else value for key, value in keys.items() if key != "placeholder"}
+
+
+def read(reader: RowReader, row: dict[str, Any]) -> Sample:
+    sample = reader(row)
+    assert isinstance(sample, Sample), (sample, getattr(sample, "why", ""))
+    return sample
+
+
+@pytest.mark.parametrize("family", FOLDERS)
+def test_ids_masks_grids_and_pixels_are_those_of_the_processor(family: str, folder: Path) -> None:
+    place = folder_in(family, folder)
+    oracle, reader, decode = oracle_of(place), reader_of(place), ProcessorDecoder(place)
+    # The processor of InternVL takes the text of its token in the data for an image.
+    for seed in range(0, CHATS, 2 if family == "internvl" else 1):
+        messages, paths = random_chat(folder, seed)
+        sample = read(reader, {"messages": messages})
+        plain = oracle.apply_chat_template(
+            [messages], tokenize=True, return_dict=True, sanitize_control_tokens=True, return_tensors="np"
+        )
+        assert sample.tokens.tolist() == plain["input_ids"][0].tolist()
+        if not seed % 2:  # the mask of transformers does not go with special tokens in the data
+            masked = oracle.apply_chat_template(
+                [messages], chat_template=training_template(family), tokenize=True, return_dict=True,
+                return_assistant_tokens_mask=True,
+            )  # fmt: skip
+            learned = np.array(masked["assistant_masks"][0])
+            spaces = [oracle.tokenizer.decode([token]).isspace() for token in sample.tokens]
+            ends = np.isin(sample.tokens, oracle.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<end_of_turn>"]))
+            learned[1:][ends[:-1] & np.array(spaces[1:])] = 0  # white space after the end of an answer
+            assert sample.fields["loss_mask"].tolist() == learned.tolist()
+        if not paths:
+            assert "pixel_values" not in sample.fields
+            continue
+        references: Any = sample.fields["pixel_values"]
+        assert [reference.uri for reference in references] == paths
+        pixels = [decode(Path(path).read_bytes(), Reference(path)) for path in paths]
+        assert [len(rows) for rows in pixels] == np.asarray(sample.fields["patches"]).tolist()
+        np.testing.assert_allclose(np.concatenate(pixels), plain["pixel_values"], atol=1e-6)
+        for name in sample.fields.keys() & plain.keys() - {"pixel_values", "position_ids"}:
+            assert np.array_equal(sample.fields[name], plain[name][0] if name == "token_type_ids" else plain[name])
+
+
+@pytest.mark.parametrize("family", [name for name, parts in FOLDERS.items() if "model" in parts])
+def test_positions_are_those_of_the_model(family: str, folder: Path) -> None:
+    torch: Any = import_module("torch")
+    place = folder_in(family, folder)
+    reader, rope = reader_of(place), FOLDERS[family]["model"](place)
+    for seed in range(CHATS):
+        messages, paths = random_chat(folder, seed)
+        sample = read(reader, {"messages": messages})
+        if paths:
+            ids = torch.tensor(sample.tokens)[None]
+            types = (ids == reader._tokenizer._token).int()  # type: ignore[attr-defined]
+            expected, _ = rope(ids, types, image_grid_thw=torch.tensor(sample.fields["image_grid_thw"]))
+            assert np.array_equal(sample.fields["position_ids"], expected[:, 0].T)
