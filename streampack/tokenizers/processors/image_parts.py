@@ -68,19 +68,23 @@ def take_images(chat: list[Any]) -> tuple[list[Any], list[SizedImage]]:
 
     messages = []
     for message in chat:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        messages.append({**message, "content": list(map(plain, content))} if isinstance(content, list) else message)
+        key = _key_of_content(message)
+        content = message[key] if key else None
+        messages.append({**message, key: list(map(plain, content))} if isinstance(content, list) else message)
     return messages, images
+
+
+def _key_of_content(message: Any) -> str:
+    """Return the key of a message's content; empty if it has none."""
+    return next((key for key in _CONTENTS if isinstance(message, Mapping) and message.get(key) is not None), "")
 
 
 def _with_images(
     message: Any, rest: Iterator[Any], is_marked: bool, count: Iterator[int], sized: Callable[[Any], SizedImage]
 ) -> Any:
     """Return a message with images in place; ``rest`` are the images of the list that are left."""
-    key = next((key for key in _CONTENTS if isinstance(message, Mapping) and message.get(key) is not None), None)
-    if key is None:
-        return message
-    content, parts = message[key], []
+    key = _key_of_content(message)
+    content, parts = message[key] if key else None, []
     if isinstance(content, str) and (not is_marked or MARK not in content):
         return message
     if not isinstance(content, str | list):
@@ -90,7 +94,9 @@ def _with_images(
         if kind == "text" and is_marked and isinstance(part.get("text"), str):
             parts += _split(part, rest, count, sized)
         elif kind in _TYPES:
-            value = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+            name = next((name for name in _SOURCES if part.get(name) is not None), "")
+            value = part.get(name)
+            value = f"data:;base64,{value}" if name == "base64" else value
             parts.append(_image(next(rest, None) if value is None else value, count, sized))
         else:
             parts.append(part)

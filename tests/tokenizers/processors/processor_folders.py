@@ -13,6 +13,10 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from streampack.config.stream_settings import FieldSettings
+from streampack.config.typed_yaml import convert
+from streampack.core.model.fields import Field
+from streampack.tokenizers.base import Tokenizer
 from tests.tokenizers.trl_templates import source_of
 
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
@@ -150,3 +154,8 @@ def oracle_of(folder: Path) -> Any:
     return Oracle(
         image_processor=image, tokenizer=tokenizer, chat_template=(folder / "chat_template.jinja").read_text(), **config
     )
+
+
+def given_fields(tokenizer: Tokenizer) -> list[Field]:
+    """The fields that a run declares for the images of a tokenizer."""
+    return [convert(dict(keys), FieldSettings, name).declared(name) for name, keys in tokenizer.image_fields.items()]

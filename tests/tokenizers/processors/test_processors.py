@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from streampack.core.media.references import Reference
-from streampack.core.model.fields import Field
 from streampack.media.processor import ProcessorDecoder
 from streampack.sources.formats.rows import RowReader
 from streampack.sources.records import Sample
 from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.base import TokenizerSettings
 from streampack.tokenizers.open_tokenizer import open_tokenizer
-from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, oracle_of, training_template
+from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, given_fields, oracle_of, training_template
 from tests.tokenizers.processors.random_chats import random_chat
 
 CHATS = int(os.environ.get("EXAMPLES", "12"))
@@ -39,14 +38,7 @@ def folder_in(family: str, folder: Path) -> Path:
 def reader_of(folder: Path, **settings: Any) -> RowReader:
     """Read rows with the fields that the family needs."""
     tokenizer = open_tokenizer(TokenizerSettings(processor=str(folder)))
-    fields = [Field(name=name, **_keys(name, keys)) for name, keys in tokenizer.image_fields.items()]
-    return RowReader(SourceSettings("python", path="rows", **settings), tokenizer, fields)
-
-
-def _keys(name: str, keys: Any) -> dict[str, Any]:
-    """The keys of a field, with the default that its name implies."""
-    keys = {"dtype": "uint8", "align": "target"} if name == "loss_mask" else dict(keys)
-    return {key: tuple(value) if key == "shape" else value for key, value in keys.items() if key != "placeholder"}
+    return RowReader(SourceSettings("python", path="rows", **settings), tokenizer, given_fields(tokenizer))
 
 
 def read(reader: RowReader, row: dict[str, Any]) -> Sample:
