@@ -6,7 +6,7 @@ not shift labels.
 
 Models with three positions for each token (Qwen2-VL) take a fourth row, the positions in each sample, in front of them.
 They find the samples of a pack by this row. Fields of media are keys under their names; they are None, the models'
-default, in a pack without media.
+default, in a pack without media. So is the field ``token_type_ids``, by which Gemma 3 finds the tokens of images.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from streampack.core.model.samples import I32, IGNORE_INDEX
 from streampack.packs.columns import Column, Columns
 from streampack.packs.slabs import Slabs
 from streampack.views.tensors import ValuesByName, column_of, cut, other_values, positions_of, rows_of
+
+TYPES = "token_type_ids"
+"""Field of axis ``token`` that is 1 for tokens of images; models take it under this name."""
 
 
 def build_batches(
@@ -53,6 +56,7 @@ def build_batches(
     sent = of_packs["position_ids"]
     of_media = [field.name for field in rules.all_fields if field.of_media and field.name in of_packs]
     with_items = [bool(items[-1]) for items in of_packs[CU_ITEMS]] if of_media else []
+    types = [TYPES] if TYPES in of_packs else []
     keys = {
         **tokens,
         "position_ids": (
@@ -67,8 +71,9 @@ def build_batches(
             name: [value if has else None for value, has in zip(of_packs[name], with_items, strict=True)]
             for name in of_media
         },
+        **{name: [row[None] for row in of_packs[name]] for name in types},
     }
-    return keys, other_values(of_packs, "input_ids", "labels", "position_ids", *of_media)
+    return keys, other_values(of_packs, "input_ids", "labels", "position_ids", *of_media, *types)
 
 
 def _positions(positions: list[Any], bounds: Column, widths: list[int], slabs: Slabs) -> list[Any]:

@@ -14,6 +14,10 @@ models attend over the whole row whatever ``position_ids`` are (OPT, Bloom, MPT,
 carry a state along the row unless kernels for boundaries are installed (Mamba and its hybrids). The test runs a pack of
 two short samples through the model. The gradient of the second sample's outputs with respect to the first sample's
 embeddings must be 0, which masked attention gives exactly in any precision.
+
+In Gemma 3, tokens of an image see each other in both directions. transformers 5.24 computes the masks of a pack from
+positions in each sample, and looks up the image of a token at that position in the pack, which is another token. So
+packs with ``token_type_ids`` get their masks here.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from streampack.errors import UserError
+from streampack.views.hf import TYPES
 
 log = logging.getLogger("streampack.hf")
 
@@ -39,6 +44,8 @@ KEYS = frozenset({"cu_seq_lens_q", "seq_idx"})
 _CACHES = ("cache", "past_key_values", "cache_params")
 BY_POSITIONS = ("sdpa", "eager", "flex_attention")
 """Attention implementations that find samples by position_ids alone; flash attention gets their boundaries."""
+_TWO_WAY = ("gemma3",)
+"""Types of models whose tokens of an image see each other."""
 _FIRST, _SECOND = 5, 6
 _NOISE = 1e-6
 """Largest gradient that rounding may leave, as a share of the second sample's own gradient."""
@@ -73,6 +80,7 @@ def _guarded(call: Callable[..., Any], guarded: type) -> Callable[..., Any]:
         if _inside.get():
             return call(self, *args, **_without_cache(model, args, keywords))
         _check_arguments(model, keywords)
+        keywords = _with_image_masks(model, keywords)
         return _call(call, self, args, _without_cache(model, args, keywords))
 
     return apart
@@ -137,6 +145,55 @@ def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
         )
     if mask is None and "seq_idx" in keywords and attention_of(model) in BY_POSITIONS:
         _check_positions(keywords.get("position_ids"), keywords["seq_idx"])
+
+
+def _with_image_masks(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a call with masks for tokens of images, if the model needs them for packs."""
+    types, seq_idx = keywords.get(TYPES), keywords.get("seq_idx")
+    if types is None or seq_idx is None or keywords.get("attention_mask") is not None:
+        return keywords
+    if getattr(model.config, "model_type", "") not in _TWO_WAY:
+        return keywords
+    attention = attention_of(model)
+    if attention not in ("sdpa", "eager"):
+        raise UserError(
+            f"got a pack with token_type_ids for {type(model).__name__} and attn_implementation={attention!r}, "
+            f"expected 'sdpa' or 'eager', because tokens of an image see each other. Load the model with one of these"
+        )
+    dtype = model.dtype if attention == "eager" else None
+    window = model.config.get_text_config().sliding_window
+    return {**keywords, "attention_mask": _image_masks(seq_idx, types, window, dtype)}
+
+
+def _image_masks(
+    seq_idx: torch.Tensor, types: torch.Tensor, window: int, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Return the masks [1, 1, T, T] of a pack's layers by the names that transformers has for their attention.
+
+    Args:
+        seq_idx: [1, T], the number of each token's sample.
+        types: [1, T], 1 for tokens of images. A run of them is one image.
+        window: Tokens that sliding attention sees.
+        dtype: Floating dtype of an additive mask; None for a boolean mask.
+    """
+    is_image = types[0] == 1
+    begins = is_image & ~torch.nn.functional.pad(is_image, (1, 0))[:-1]
+    image = torch.where(is_image, begins.cumsum(0), 0)
+    place = torch.arange(len(image), device=image.device)
+    back = place[:, None] - place
+    own = seq_idx[0][:, None] == seq_idx[0]
+    sees = own & ((back >= 0) | ((image[:, None] == image) & is_image))
+    masks = {"full_attention": sees, "sliding_attention": sees & (back < window)}
+    return {name: _shaped(mask, dtype) for name, mask in masks.items()}
+
+
+def _shaped(mask: torch.Tensor, dtype: torch.dtype | None) -> Any:
+    """Return a mask [T, T] as attention takes it, [1, 1, T, T]."""
+    if dtype is None:
+        return mask[None, None]
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)[
+        None, None
+    ]
 
 
 def _check_positions(positions: torch.Tensor | None, seq_idx: torch.Tensor) -> None:
