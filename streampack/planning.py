@@ -8,6 +8,8 @@ same lengths and take its own part, without communication. No tokens move.
   packer fills packs up to the budget. Then the most expensive packs are split until all ranks have as many
   micro-batches, and DEAL matches costs by micro-batch.
 - ``mode="padded"``: dynamic batching (``core.deal.dynamic_batches``).
+- ``mode="dynamic_cp"``: dynamic context parallelism (``core.deal.dynamic_cp``). Each sample gets as many ranks as it
+  needs.
 
 With ``patches``, samples have media, as in a run: packs keep ``limits``, and the cost of media counts in that of packs.
 
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 from streampack.core.deal.balanced import MAX_SAMPLES, Bounds, balanced_packs
 from streampack.core.deal.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
 from streampack.core.deal.dynamic_batches import PaddedFigures, padded_batches
+from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, CpPlan, plan_groups
 from streampack.core.media.media_format import MAX_PATCHES
 from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.model.samples import I64
@@ -75,12 +78,14 @@ class StepPlan:
     """
 
     packs: list[list[list[int]]]
-    """``packs[rank][micro_batch]``: numbers of the samples, as positions in ``lengths``; empty for an empty pack."""
+    """``packs[rank][micro_batch]``: numbers of the samples, as positions in ``lengths``; empty for an empty pack.
+
+    With dynamic context parallelism, all ranks of a group have the same pack."""
     shapes: list[tuple[int, int]]
     """``shapes[micro_batch]``: (rows, tokens of a row), equal on all ranks.
 
     A packed micro-batch is one row of ``budget`` tokens. A padded one has a row for each sample; a rank with one sample
-    fewer has a row of padding."""
+    fewer has a row of padding. With dynamic context parallelism, a rank has a row of at most ``budget`` tokens."""
     num_samples: int
     """Samples of the step, over all ranks and micro-batches."""
     num_tokens: int
@@ -103,6 +108,8 @@ class StepPlan:
     """Token counts of padded micro-batches; None if packed."""
     patches: I64 | None = None
     """int64 [micro_batches, dp] patches of each pack; None if ``patches`` was not given."""
+    cp_groups: I64 | None = None
+    """int64 [micro_batches, dp, 2] first rank and size of each rank's context-parallel group; None without groups."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -121,7 +128,7 @@ class StepPlan:
         Returns:
             int64 [n], each number from 0 to n - 1 once.
         """
-        return np.fromiter(chain.from_iterable(chain.from_iterable(self.packs)), np.int64, self.num_samples)
+        return np.fromiter(chain.from_iterable(self._own_packs()), np.int64, self.num_samples)
 
     def way_back(self) -> I64:
         """Return the position of each sample in ``order``; ``results[plan.way_back()]`` is in the samples' order.
@@ -129,7 +136,18 @@ class StepPlan:
         Returns:
             int64 [n].
         """
-        return way_back(chain.from_iterable(self.packs))
+        return way_back(self._own_packs())
+
+    def _own_packs(self) -> list[list[int]]:
+        """Return every pack once, rank after rank; the first rank of a group has the group's pack."""
+        if self.cp_groups is None:
+            return list(chain.from_iterable(self.packs))
+        return [
+            pack
+            for rank, packs in enumerate(self.packs)
+            for pack, first in zip(packs, self.cp_groups[:, rank, 0].tolist(), strict=True)
+            if first == rank
+        ]
 
     def restore(self, results: NDArray[Value]) -> NDArray[Value]:
         """Return results in the order in which the samples were given to ``plan_step``.
@@ -165,7 +183,7 @@ def plan_step(
     budget: int,
     dp: int = 1,
     *,
-    mode: Literal["packed", "padded"] = "packed",
+    mode: Literal["packed", "padded", "dynamic_cp"] = "packed",
     align: int = 1,
     micro_batch_multiple: int | None = None,
     min_micro_batches: int = 1,
@@ -183,6 +201,9 @@ def plan_step(
     limits: Mapping[str, int] | None = None,
     pp: int = 1,
     variable_lengths: bool = False,
+    max_group: int | None = None,
+    exchange: tuple[float, float] = (0.05, 0.2),
+    ranks_of_node: int = 8,
     **parameters: Any,
 ) -> StepPlan:
     """Plan the packs of one optimizer update over a mesh.
@@ -191,9 +212,10 @@ def plan_step(
 
     Args:
         lengths: Integers [n], the real tokens of each sample.
-        budget: Tokens of a pack; in mode ``"padded"``, tokens of a micro-batch of one rank.
-        dp: Number of data-parallel ranks.
-        mode: ``"packed"`` for packs, or ``"padded"`` for micro-batches of padded rows.
+        budget: Tokens of a pack; in modes ``"padded"`` and ``"dynamic_cp"``, tokens of a micro-batch of one rank.
+        dp: Number of data-parallel ranks; in mode ``"dynamic_cp"``, of data-parallel times context-parallel ranks.
+        mode: ``"packed"`` for packs, or ``"padded"`` for micro-batches of padded rows. ``"dynamic_cp"`` makes packs for
+            groups of 1, 2, 4 or more consecutive ranks, so that a sample may be longer than the budget.
         align: Multiple of tokens to which each sample (padded: each micro-batch) is padded, as cp and tp require.
         micro_batch_multiple: The number of micro-batches of a rank is a multiple of this. Default: ``pp``.
         min_micro_batches: Least number of micro-batches of a rank.
@@ -218,6 +240,10 @@ def plan_step(
         limits: Most ``patches`` and ``items`` of a pack. Default: only the budget limits a pack.
         pp: Number of pipeline stages.
         variable_lengths: True if the trainer takes micro-batches of several lengths; required for padded with pp > 1.
+        max_group: Most ranks of a context-parallel group, in mode ``"dynamic_cp"``. Default: ``dp``.
+        exchange: Cost of the exchange of a token within a node and across nodes, as shares of the cost ``a`` of a
+            token, in mode ``"dynamic_cp"``.
+        ranks_of_node: Consecutive ranks on one node, for ``exchange``.
         parameters: Parameters of the packer, such as ``max_samples_per_pack``.
 
     Returns:
@@ -253,6 +279,20 @@ def plan_step(
     batch = _Batch(
         tokens, budget, dp, align, multiple, min_micro_batches, Balance(hidden_size=hidden_size, a=a, b=b), media
     )
+    if mode == "dynamic_cp":
+        unused = {
+            "packer": packer, "micro_batch_multiple": multiple - 1, "min_micro_batches": min_micro_batches - 1,
+            "pp": pp - 1, "patches": patches, "empty": empty == "error", **parameters,
+        }  # fmt: skip
+        for name, value in unused.items():
+            if value:
+                raise ConfigError(f'{name}: got a value with mode="dynamic_cp", expected none. Leave {name} out')
+        groups = _planned_groups(batch, max_group, exchange, ranks_of_node)
+        return _plan_of_groups(batch, groups, order, num_loss_tokens)
+    if max_group is not None:
+        raise ConfigError(
+            f'max_group: got {max_group!r} with mode={mode!r}, expected mode="dynamic_cp", which makes groups of ranks'
+        )
     if mode == "packed":
         formed = _packed(batch, packer, balance, parameters)
     elif packer is None and not parameters:
@@ -272,6 +312,8 @@ def plan_step(
 
 DEFAULT = "exact_fill"
 """Packer of a step for which none is named."""
+MAX_EXCHANGE = 64.0
+"""The largest cost of the exchange of a token, over that of its computation."""
 MAX_FACTOR, MAX_COST = 1 << 32, 1 << 62
 """Bounds of a factor of costs, as in broker.yaml, and of the cost of all media."""
 
@@ -342,6 +384,47 @@ def _plan_of(batch: _Batch, formed: _Formed, rows: I64, num_loss_tokens: int | N
         after=_spread(_sums(packs, tokens)[rows].sum(axis=0)),
         patches=None if batch.media is None else _sums(packs, batch.media.patches)[rows],
         **formed.figures,
+    )
+
+
+def _planned_groups(
+    batch: _Batch, max_group: int | None, exchange: tuple[float, float], ranks_of_node: int
+) -> CpPlan:  # fmt: skip
+    """Plan context-parallel groups; raise ConfigError or SampleError for arguments that have no plan."""
+    most = batch.dp if max_group is None else max_group
+    check_numbers(max_group=most, ranks_of_node=ranks_of_node)
+    if len(exchange) != 2 or not all(0 <= share <= MAX_EXCHANGE for share in exchange):
+        raise ConfigError(f"exchange: got {exchange!r}, expected two numbers from 0 to {MAX_EXCHANGE:g}")
+    if batch.budget % (2 * batch.align):
+        raise ConfigError(f"budget: got {batch.budget}, expected a multiple of 2 * align = {2 * batch.align}")
+    if len(short := np.flatnonzero(batch.lengths < 1)):
+        raise SampleError(f"sample {short[0]}: got {batch.lengths[short[0]]} tokens, expected at least 1")
+    costs = CpCosts(*batch.balance.factors, *exchange, ranks_of_node)
+    try:
+        return plan_groups(batch.lengths, batch.dp, batch.budget, most, costs, batch.align)
+    except ValueError as error:
+        raise SampleError(str(error)) from None
+
+
+def _plan_of_groups(batch: _Batch, groups: CpPlan, order: str, num_loss_tokens: int | None) -> StepPlan:
+    """Return the plan of context-parallel groups, micro-batches in ``order``."""
+    packs: list[list[int]] = [[] for _ in groups.size]
+    for sample, group in enumerate(groups.group_of.tolist()):
+        packs[group].append(sample)
+    dealt = arrange(groups.dealt(batch.dp), groups.costs, order)
+    tokens = _sums(packs, batch.lengths)[dealt] / groups.size[dealt]
+    of_ranks = tokens.sum(axis=0)
+    by_rank = np.array([part.sum() for part in np.array_split(batch.lengths, batch.dp)])
+    return StepPlan(
+        packs=[[packs[i] for i in column] for column in dealt.T.tolist()],
+        shapes=[(1, batch.budget)] * groups.num_micro_batches,
+        num_samples=len(batch.lengths),
+        num_tokens=int(batch.lengths.sum()),
+        num_loss_tokens=num_loss_tokens,
+        costs=groups.costs[dealt],
+        before=_spread(by_rank),
+        after=Spread(int(of_ranks.min()), int(of_ranks.max()), float(of_ranks.mean())),
+        cp_groups=np.stack([groups.first[dealt], groups.size[dealt]], axis=-1),
     )
 
 
@@ -497,8 +580,8 @@ def _check_media(media: _Media, mode: str, packer: str | None) -> None:
 def _check_names(mode: str, order: str, balance: str, empty: str) -> None:
     """Raise ConfigError if an option of ``plan_step`` has an unknown value."""
     for name, got, allowed in (
-        ("mode", mode, ("packed", "padded")), ("order", order, ORDERS), ("balance", balance, ("level", *BALANCES)),
-        ("empty", empty, ("pad", "error")),
+        ("mode", mode, ("packed", "padded", "dynamic_cp")), ("order", order, ORDERS),
+        ("balance", balance, ("level", *BALANCES)), ("empty", empty, ("pad", "error")),
     ):  # fmt: skip
         if got not in allowed:
             raise ConfigError(f"{name}: got {got!r}, expected one of {', '.join(allowed)}")

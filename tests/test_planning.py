@@ -289,6 +289,29 @@ def test_media_that_cannot_be_are_refused(wrong: dict[str, Any], error: type[Exc
         plan_step([5, 3], 8, 2, **options)
 
 
+# Groups of ranks
+
+
+@given(
+    st.lists(st.integers(1, 256), min_size=1, max_size=60),
+    st.sampled_from([4, 6, 8]),
+    st.sampled_from([(0, 0), (0.05, 0.2)]),
+)
+def test_each_rank_has_the_pack_of_its_group_and_each_sample_comes_back_once(
+    lengths: list[int], dp: int, exchange: tuple[float, float]
+) -> None:
+    plan = plan_step(lengths, 64, dp, mode="dynamic_cp", exchange=exchange)
+    assert plan.cp_groups is not None
+    for m in range(plan.num_micro_batches):
+        for rank in range(dp):
+            first, size = plan.cp_groups[m, rank].tolist()
+            assert first <= rank < first + size
+            assert plan.packs[rank][m] == plan.packs[first][m]
+            assert plan.cp_groups[m, first].tolist() == [first, size]
+    assert plan.restore(plan.order()).tolist() == list(range(len(lengths)))
+    assert plan.costs.shape == (plan.num_micro_batches, dp)
+
+
 # Errors
 
 
@@ -310,6 +333,14 @@ def test_media_that_cannot_be_are_refused(wrong: dict[str, Any], error: type[Exc
         ({"hidden_size": 0}, "hidden_size: got 0"),
         ({"packer": "best"}, "packer: got 'best'"),
         ({"lengths": [3, 9]}, "sample 1: got 9 tokens"),
+        ({"mode": "dynamic_cp", "lengths": [3, 17]}, "got a sample of 17 tokens, expected at most 16"),
+        ({"mode": "dynamic_cp", "lengths": [3, 0]}, "sample 1: got 0 tokens, expected at least 1"),
+        ({"mode": "dynamic_cp", "budget": 9}, r"budget: got 9, expected a multiple of 2 \* align = 2"),
+        ({"mode": "dynamic_cp", "exchange": (0.2, -1)}, "exchange: got .* expected two numbers from 0 to 64"),
+        ({"mode": "dynamic_cp", "max_group": 0}, "max_group: got 0"),
+        ({"mode": "dynamic_cp", "packer": "exact_fill"}, "packer: got a value with mode"),
+        ({"mode": "dynamic_cp", "pp": 2}, "got a value with mode"),
+        ({"max_group": 2}, 'max_group: got 2 with mode=.packed., expected mode="dynamic_cp"'),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) -> None:

@@ -3,6 +3,7 @@
 - ``assignment``: the packs of a step on a mesh, and the rank of each pack.
 - ``deal``: the order of packs and micro-batches, so that packs of equal cost run at the same moment.
 - ``dynamic_batches``: padded micro-batches, for models that do not take packs; also those of passes without gradients.
+- ``dynamic_cp``: groups of ranks, each as large as its samples need.
 - ``dealt_steps``: steps dealt on a mesh, with all packs of a rank together: one dealer for packs, and one for padded
   micro-batches. The rules of a step choose the dealer.
 - ``part_flow``: the flow of a step's parts to one receiver, and the bytes in flight.

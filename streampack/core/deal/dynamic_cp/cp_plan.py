@@ -1,0 +1,276 @@
+"""Plans the micro-batches of a step, and the groups of ranks that compute its samples.
+
+The ranks are those of the data-parallel and context-parallel axes in one line. In each micro-batch they are parted into
+groups of 1, 2, 4 and more consecutive ranks. A group has one pack, and each of its ranks a shard of every sample. The
+plan aims at the smallest sum, over micro-batches, of the costliest rank.
+
+A try has a size of the smallest groups and a number of micro-batches. Costly samples may get larger groups than their
+tokens need, up to a limit. A try places the samples of large groups first. Each of the others goes to the group that is
+furthest below the goal of its micro-batch. Bounds rule out most tries. Groups of one size are among the tries, so a
+plan is never worse than static context parallelism of any size that has room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
+
+from streampack.core.deal.dynamic_cp.cp_plan_kernels import (
+    ONE,
+    least_levels,
+    padded,
+    place_samples,
+    total_cost,
+    widen,
+)
+from streampack.core.model.samples import I64
+
+CLOSE = 1.008
+"""A plan within this factor of its bound is not improved."""
+BETTER = 0.997
+"""A plan with more micro-batches or larger groups must cost less than this share of the best."""
+MANY_SAMPLES = 2
+"""Samples of middle length that a group should hold."""
+MOST_PLACED = 80_000
+"""Samples and groups of all tries of a step, about."""
+MOST_SUM = 2.0**62
+"""The largest sum of costs, so that no number overflows."""
+
+
+@dataclass(frozen=True)
+class CpCosts:
+    """The cost of a sample for each rank of its group.
+
+    For s tokens on g ranks it is (a s + b s²) / g + exchange a s (g - 1) / g.
+
+    Attributes:
+        a: Cost per token.
+        b: Cost per squared token.
+        node: Exchange of a token within a node, as a share of ``a``.
+        across: Exchange of a token across nodes, as a share of ``a``.
+        ranks_of_node: Ranks of a node. Groups up to this size lie within one.
+    """
+
+    a: int = 24576
+    b: int = 1
+    node: float = 0.0
+    across: float = 0.0
+    ranks_of_node: int = 8
+
+
+@dataclass(frozen=True)
+class CpPlan:
+    """The groups of a step's micro-batches. The groups of a micro-batch have every rank once.
+
+    Attributes:
+        group_of: int64 [samples], the group of each sample.
+        size: int64 [groups], the ranks of each group: a power of two.
+        first: int64 [groups], the first rank of each group, a multiple of its size.
+        micro_batch: int64 [groups], the micro-batch of each group.
+        costs: int64 [groups], the cost of each rank of a group, rounded down.
+        num_micro_batches: Number of micro-batches.
+        critical_path: Sum, over micro-batches, of the costliest rank, in the unit of the costs.
+    """
+
+    group_of: I64
+    size: I64
+    first: I64
+    micro_batch: I64
+    costs: I64
+    num_micro_batches: int
+    critical_path: float
+
+    def samples(self) -> list[I64]:
+        """Return the samples of each group, int64 [samples of the group], in their order in the step."""
+        order = np.argsort(self.group_of, kind="stable")
+        counts = np.bincount(self.group_of, minlength=len(self.size))
+        return np.split(order, np.cumsum(counts)[:-1])
+
+    def dealt(self, ranks: int) -> I64:
+        """Return the group of each rank in each micro-batch, int64 [micro_batches, ranks]."""
+        order = np.lexsort((self.first, self.micro_batch))
+        return np.repeat(order, self.size[order]).reshape(self.num_micro_batches, ranks)
+
+
+def plan_groups(
+    lengths: I64, ranks: int, rank_tokens: int, max_group: int, costs: CpCosts, align: int = 1
+) -> CpPlan:  # fmt: skip
+    """Plan the micro-batches and groups of a step.
+
+    Args:
+        lengths: int64 [samples], tokens of each sample, at least 1.
+        ranks: Number of ranks.
+        rank_tokens: Most tokens of a rank in a micro-batch; an even multiple of ``align``.
+        max_group: Most ranks of a group. Groups are powers of two, up to ``ranks``.
+        costs: The cost of samples.
+        align: Multiple of tokens to which samples are padded. In a group of g they are also padded to 2 g.
+
+    Raises:
+        ValueError: A sample is longer than the largest group has room for, or the costs are too large.
+
+    >>> plan = plan_groups(np.array([96, 16, 16, 16, 16]), 4, 32, 4, CpCosts())
+    >>> plan.size[plan.group_of].tolist(), plan.num_micro_batches
+    ([4, 1, 1, 1, 1], 2)
+    """
+    return _plan(lengths, ranks, rank_tokens, levels_of(min(max_group, ranks), align, costs), costs)
+
+
+def plan_uniform(
+    lengths: I64, ranks: int, rank_tokens: int, size: int, costs: CpCosts, align: int = 1
+) -> CpPlan:  # fmt: skip
+    """Plan a step with groups of one ``size``, as static context parallelism has; arguments as for ``plan_groups``."""
+    levels = levels_of(size, align, costs)
+    return _plan(lengths, ranks, rank_tokens, levels, costs, least=len(levels) - 1)
+
+
+def _plan(lengths: I64, ranks: int, rank_tokens: int, levels: I64, costs: CpCosts, least: int = 0) -> CpPlan:
+    """Plan a step with groups of the levels from ``least`` on."""
+    most = len(levels) - 1
+    longest = int(lengths.max(initial=1))
+    if padded(longest, most, levels) > rank_tokens << most:
+        raise ValueError(
+            f"got a sample of {longest} tokens, expected at most {rank_tokens << most}, which {1 << most} ranks of "
+            f"{rank_tokens} tokens hold. Raise rank_tokens or max_group, or use more ranks"
+        )
+    _check_sum(lengths, levels, costs)
+    order = np.argsort(-lengths, kind="stable")
+    tries = _Tries(lengths[order], ranks, rank_tokens, levels, costs)
+    critical, groups, cost, level, micro_batch, first = tries.best(least)
+    group_of = np.empty(len(lengths), np.int64)
+    group_of[order] = groups
+    count = int(micro_batch.max(initial=0)) + 1
+    return CpPlan(group_of, 1 << level, first, micro_batch, cost >> most, count, critical / (1 << most))
+
+
+def levels_of(max_group: int, align: int, costs: CpCosts) -> I64:
+    """Return the levels of groups up to ``max_group`` ranks, int64 [levels, 3]: see ``cp_plan_kernels``."""
+    sizes = [1 << level for level in range(max_group.bit_length())]
+    links = [costs.node if size <= costs.ranks_of_node else costs.across for size in sizes]
+    rows = [
+        (lcm(align, 2 * size) if size > 1 else align, sizes[-1] // size, round(link * ONE) * (size - 1))
+        for size, link in zip(sizes, links, strict=True)
+    ]
+    return np.array(rows, np.int64)
+
+
+def _check_sum(lengths: I64, levels: I64, costs: CpCosts) -> None:
+    """Raise ValueError if the costs of all samples could overflow."""
+    slots = lengths.astype(np.float64) + levels[-1, 0]
+    exchange = float(levels[:, 2].max())
+    total = float(((costs.a * (1 + exchange / ONE) + costs.b * slots) * slots).sum()) * 2 ** len(levels)
+    total = max(total, costs.a * exchange * float(slots.max(initial=0)))
+    if total > MOST_SUM:
+        raise ValueError(f"got costs with a sum of {total:.1e}, expected at most {MOST_SUM:.1e}. Use smaller a and b")
+
+
+_Placed = tuple[int, I64, I64, I64, I64, I64]
+"""What ``place_samples`` returns."""
+
+
+class _Tries:
+    """The placements that are tried for samples of ``lengths`` int64 [n], longest first."""
+
+    def __init__(self, lengths: I64, ranks: int, rank_tokens: int, levels: I64, costs: CpCosts) -> None:
+        self._lengths, self._ranks, self._rank_tokens = lengths, ranks, rank_tokens
+        self._factors = levels, costs.a, costs.b
+        self._most = len(levels) - 1
+        self._near = min(costs.ranks_of_node.bit_length() - 1, self._most)
+        self._has_exchange = bool(levels[:, 2].any())
+        self._fewest = max(-(-int(lengths.sum()) // (ranks * rank_tokens)), 1)
+        self._bounds = dict[int, tuple[int, I64]]()
+        self._best: _Placed | None = None
+        self._micro_batches = self._fewest
+        self._placed = 0
+
+    def best(self, smallest: int) -> _Placed:
+        """Return the best placement in groups of the level ``smallest`` or higher; its cost is in the kernels' unit."""
+        for least, limit in self._candidates(smallest):
+            bound, level_of = self._bound(least)
+            is_static = limit == least and bool((level_of == least).all())
+            if not self._is_good(bound, self._bound(smallest)[0], least, is_static and self._has_exchange):
+                self._try_micro_batches(bound, least, level_of, limit, is_static or self._best is None)
+        assert self._best is not None  # each sample alone in a micro-batch has room
+        return self._best
+
+    def _candidates(self, smallest: int) -> list[tuple[int, int]]:
+        """Return levels of the smallest groups, and limits to which costly samples get larger ones; likely ones first.
+
+        Without exchange, larger groups cost only padding. The best hold several samples of the length that half of the
+        tokens lie above. With exchange, groups of one rank, of two and of a node are best, or those that this length
+        needs. Costly samples should stay within a node.
+        """
+        most, near = self._most, self._near
+        sums = np.cumsum(self._lengths)
+        middle = int(np.searchsorted(sums, sums[-1] // 2)) if len(sums) else 0
+        if self._has_exchange:
+            needed = int(self._bound(0)[1][middle]) if len(sums) else 0
+            likely = [(needed, needed)] if needed > 1 else []
+            likely += [(0, 0), (1, 1), (1, near), *((level, level) for level in range(most, 1, -1)), (1, most)]
+            others = [(least, limit) for least in range(most + 1) for limit in (near, most)]
+        else:
+            tokens = MANY_SAMPLES * int(self._lengths[middle]) if len(sums) else 1
+            start = next((level for level in range(most) if self._rank_tokens << level >= tokens), most)
+            likely, others = [(level, most) for level in (*range(start, most + 1), *range(start))], []
+        return [(a, b) for a, b in dict.fromkeys([*likely, *others]) if smallest <= a <= b <= most]
+
+    def _bound(self, least: int) -> tuple[int, I64]:
+        """Return a bound of the critical path with groups of the level ``least`` or higher, and the samples' levels."""
+        if least not in self._bounds:
+            level_of = least_levels(self._lengths, least, self._rank_tokens, self._factors[0])
+            self._bounds[least] = total_cost(self._lengths, level_of, *self._factors) // self._ranks, level_of
+        return self._bounds[least]
+
+    def _is_good(self, bound: int, least_bound: int, least: int, must_try: bool) -> bool:
+        """Return whether tries with a critical path of at least ``bound`` cannot make the best plan much better.
+
+        True also if a try in groups of the level ``least`` would take too long. With ``must_try``, only tries that
+        cannot make the plan better at all are left out.
+        """
+        if self._best is None:
+            return False
+        cost = self._best[0]
+        if must_try or bound >= cost:
+            return bound >= cost
+        slow = self._placed + self._work(least, self._micro_batches) > MOST_PLACED
+        return bound >= cost * BETTER or cost <= least_bound * CLOSE or slow
+
+    def _work(self, least: int, micro_batches: int) -> int:
+        """Return the samples and groups of a try, about; samples of large groups take longer."""
+        wide = int(np.searchsorted(-self._bound(least)[1], -least))
+        return len(self._lengths) + wide * (4 + micro_batches // 4) + micro_batches * (self._ranks >> least)
+
+    def _try_micro_batches(self, bound: int, least: int, level_of: I64, limit: int, from_fewest: bool) -> None:
+        """Try one more micro-batch after another, as long as that makes the plan better.
+
+        Begin with the number of the best plan, or if ``from_fewest``, with the fewest.
+        """
+        own: int | None = None
+        micro_batches = self._fewest if from_fewest else self._micro_batches
+        while own is None or self._placed <= MOST_PLACED or from_fewest:
+            made = self._place(bound, least, level_of, limit, micro_batches)
+            if made[0] >= 0:
+                is_best = self._best is None or made[0] < self._best[0]
+                if is_best:
+                    self._best, self._micro_batches = made, micro_batches
+                is_better = own is None or made[0] < own * BETTER
+                if not is_better or made[0] <= bound * CLOSE or not (is_best or from_fewest):
+                    return
+                own = made[0]
+            elif not from_fewest:
+                return
+            micro_batches += 1
+
+    def _place(self, bound: int, least: int, level_of: I64, limit: int, micro_batches: int) -> _Placed:
+        """Place the samples in groups of at least ``least``, costly ones in larger groups, up to ``limit``."""
+        self._placed += self._work(least, micro_batches)
+        total = bound * self._ranks
+        if limit > least:
+            level_of = widen(self._lengths, level_of, bound // micro_batches, limit, *self._factors)
+            total = total_cost(self._lengths, level_of, *self._factors)
+        target = total // (self._ranks * micro_batches)
+        placed: _Placed = place_samples(
+            self._lengths, level_of, least, self._ranks, micro_batches, self._rank_tokens, target, *self._factors
+        )
+        return placed

@@ -1,0 +1,189 @@
+"""Plans of dynamic context parallelism: valid by their definition, as a plain oracle places samples, and never worse
+than groups of one size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from streampack.core.deal.dynamic_cp import cp_plan_kernels
+from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, levels_of, plan_groups, plan_uniform
+from streampack.core.deal.dynamic_cp.cp_plan_kernels import (
+    MOST_COMPARED,
+    cost_of,
+    least_levels,
+    padded,
+    place_samples,
+    total_cost,
+)
+from streampack.core.model.samples import I64
+from tests.core.deal.cp_checker import check_plan
+
+
+class Drawn(NamedTuple):
+    lengths: I64
+    ranks: int
+    rank_tokens: int
+    max_group: int
+    costs: CpCosts
+    align: int
+
+
+@st.composite
+def drawn_steps(draw: st.DrawFn) -> Drawn:
+    align = draw(st.sampled_from([1, 1, 2, 16]))
+    ranks = draw(st.integers(1, 24))
+    rank_tokens = draw(st.sampled_from([32, 64, 256])) * align
+    max_group = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    most = 1 << (min(ranks, max_group).bit_length() - 1)
+    longest = most * rank_tokens
+    lengths = draw(st.lists(st.integers(1, longest) | st.integers(1, 32), max_size=60))
+    a, b = draw(st.sampled_from([(24576, 1), (1, 0), (0, 1), (100, 1)]))
+    node, across = draw(st.sampled_from([(0.0, 0.0), (0.05, 0.2), (0.5, 2.0)]))
+    costs = CpCosts(a, b, node, across, draw(st.sampled_from([1, 2, 8])))
+    return Drawn(np.array(lengths, np.int64), ranks, rank_tokens, max_group, costs, align)
+
+
+@given(drawn_steps())
+@example(Drawn(np.zeros(0, np.int64), 4, 64, 4, CpCosts(), 1))
+def test_every_sample_has_one_group_with_room_and_every_rank_one_group_in_each_micro_batch(drawn: Drawn) -> None:
+    plan = plan_groups(*drawn)
+    critical = check_plan(drawn.lengths, plan, *drawn[1:])
+    assert plan.critical_path == pytest.approx(critical, rel=1e-3, abs=len(plan.size) * 50.0)
+
+
+@given(drawn_steps())
+def test_a_plan_with_exchange_is_never_above_groups_of_one_size(drawn: Drawn) -> None:
+    if drawn.costs.node == 0:
+        return
+    plan, levels = plan_groups(*drawn), levels_of(min(drawn.ranks, drawn.max_group), drawn.align, drawn.costs)
+    longest = int(drawn.lengths.max(initial=1))
+    for level in range(len(levels)):
+        if padded(longest, level, levels) <= drawn.rank_tokens << level:
+            uniform = plan_uniform(drawn.lengths, drawn.ranks, drawn.rank_tokens, 1 << level, drawn.costs, drawn.align)
+            check_plan(drawn.lengths, uniform, *drawn[1:])
+            assert plan.critical_path <= uniform.critical_path
+
+
+@given(drawn_steps())
+def test_a_plan_follows_from_the_lengths_in_any_order(drawn: Drawn) -> None:
+    one, other = plan_groups(*drawn), plan_groups(drawn.lengths[::-1], *drawn[1:])
+    assert (one.critical_path, one.num_micro_batches) == (other.critical_path, other.num_micro_batches)
+    assert one.size.tolist() == other.size.tolist()
+
+
+class PlainGroup(NamedTuple):
+    level: int
+    batch: int
+    first: int
+    samples: list[int]
+
+
+def place_plainly(
+    lengths: list[int], levels_of_samples: list[int], least: int, ranks: int, micro_batches: int, rank_tokens: int,
+    target: int, levels: I64, a: int, b: int,
+) -> list[PlainGroup] | None:  # fmt: skip
+    """Place samples as ``place_samples`` does, by searching all groups for each sample."""
+    groups: list[PlainGroup] = []
+    cursor = 0
+    used, goal = [0] * micro_batches, [target] * micro_batches
+
+    def cost(group: PlainGroup, *more: int) -> int:
+        return sum(cost_of(lengths[i], group.level, levels, a, b) for i in [*group.samples, *more])
+
+    def fits(group: PlainGroup, sample: int) -> bool:
+        tokens = sum(int(padded(lengths[i], group.level, levels)) for i in [*group.samples, sample])
+        return tokens <= rank_tokens << group.level
+
+    def put(group: PlainGroup, sample: int) -> None:
+        group.samples.append(sample)
+
+    def open_group(level: int, batch: int) -> PlainGroup:
+        groups.append(PlainGroup(level, batch, used[batch], []))
+        used[batch] += 1 << level
+        return groups[-1]
+
+    wide = [i for i, level in enumerate(levels_of_samples) if level > least]
+    for i in wide:
+        level = levels_of_samples[i]
+        same = [g for g in groups if g.level == level and fits(g, i)]
+        same = [g for g in same if cost(g, i) <= goal[g.batch]]
+        free = [m for m in range(micro_batches) if ranks - used[m] >= 1 << level]
+        if same:
+            group = max(same, key=cost)
+        elif free:
+            alone = cost_of(lengths[i], level, levels, a, b)
+            group = open_group(level, min(free, key=lambda m: (max(alone - goal[m], 0), used[m], m)))
+        else:
+            turned = [groups[(cursor + k) % len(groups)] for k in range(len(groups))]
+            larger = [g for g in turned if fits(g, i)][:MOST_COMPARED]
+            if not larger:
+                return None
+            if len(larger) == MOST_COMPARED:
+                cursor = groups.index(larger[-1]) + 1
+            group = min(larger, key=lambda g: cost(g, i) - goal[g.batch])
+        put(group, i)
+        goal[group.batch] = max(goal[group.batch], cost(group))
+    for m in range(micro_batches):
+        while used[m] < ranks:
+            open_group(max(level for level in range(least + 1) if used[m] + (1 << level) <= ranks), m)
+    for i in range(len(wide), len(lengths)):
+        room = [g for g in groups if fits(g, i)]
+        if not room:
+            return None
+        put(min(room, key=lambda g: cost(g) - goal[g.batch]), i)
+    return groups
+
+
+@given(drawn_steps(), st.integers(0, 3), st.integers(1, 4), st.integers(0, 2))
+def test_samples_are_placed_as_a_plain_search_places_them(
+    drawn: Drawn, least: int, micro_batches: int, wider: int
+) -> None:
+    costs = drawn.costs
+    levels = levels_of(min(drawn.ranks, drawn.max_group), drawn.align, costs)
+    lengths, least = -np.sort(-drawn.lengths), min(least, len(levels) - 1)
+    level_of = np.minimum(least_levels(lengths, least, drawn.rank_tokens, levels) + wider, len(levels) - 1)
+    target = total_cost(lengths, level_of, levels, costs.a, costs.b) // (drawn.ranks * micro_batches)
+    arguments = (least, drawn.ranks, micro_batches, drawn.rank_tokens, target, levels, costs.a, costs.b)
+    critical, group_of, _, level, batch_of, first_of = place_samples(lengths, level_of, *arguments)
+    plain = place_plainly(lengths.tolist(), level_of.tolist(), *arguments)
+    if plain is None:
+        assert critical == -1
+        return
+    assert list(zip(level.tolist(), batch_of.tolist(), first_of.tolist(), strict=True)) == [g[:3] for g in plain]
+    for number, group in enumerate(plain):
+        assert np.flatnonzero(group_of == number).tolist() == group.samples
+
+
+@given(drawn_steps())
+def test_kernels_and_their_python_forms_make_the_same_plan(drawn: Drawn) -> None:
+    compiled, names = plan_groups(*drawn), ("least_levels", "place_samples", "total_cost", "widen")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(f"streampack.core.deal.dynamic_cp.cp_plan.{name}", getattr(cp_plan_kernels, name).py_func)
+        plain = plan_groups(*drawn)
+    for one, other in zip(vars(compiled).values(), vars(plain).values(), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_sample_that_no_group_holds_is_refused_with_the_sizes_that_would_hold_it() -> None:
+    expected = r"got a sample of 300 tokens, expected at most 256, which 4 ranks of 64 tokens hold\. Raise rank_tokens"
+    with pytest.raises(ValueError, match=expected):
+        plan_groups(np.array([8, 300]), 8, 64, 4, CpCosts())
+
+
+def test_costs_that_would_overflow_are_refused() -> None:
+    with pytest.raises(ValueError, match="Use smaller a and b"):
+        plan_groups(np.array([1 << 20] * 64), 64, 1 << 20, 64, CpCosts(a=1 << 31, b=1 << 11))
+
+
+def test_long_samples_get_more_ranks_and_short_ones_get_one() -> None:
+    plan = plan_groups(np.array([512, *[64] * 24]), 16, 128, 16, CpCosts(node=0.05, across=0.2))
+    sizes = plan.size[plan.group_of]
+    assert sizes[0] >= 4
+    assert set(sizes[1:].tolist()) == {1}
