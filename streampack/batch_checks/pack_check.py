@@ -6,6 +6,7 @@ in another way than ``packs`` builds them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ class PackCheck:
         self.rules: Rules | None = rules or getattr(batch, "rules", None)
         self.what = f"step {self.pack['step']}, pack {self.pack['pack']}"
         self.padded, self.real = (np.asarray(self.pack[k], np.int64) for k in ("cu_seqlens_padded", "cu_seqlens"))
+        self._group_size = int(self.pack.get("cp_size") or 0)
+        """Ranks that share the pack, with dynamic context parallelism; else 0."""
         self.total = int(self.padded[-1]) if self.padded.ndim == 1 and self.padded.size else 0
 
     def run(self) -> None:
@@ -83,6 +86,12 @@ class PackCheck:
 
         A pipeline may make packs longer. Rows of a padded micro-batch must have equal lengths.
         """
+        if size := self._group_size:
+            equal("shape", f"{self.what}, its tokens over the {size} ranks that share it", self.total % size, 0)
+            if rules.shape == "exact":
+                unit = size * math.lcm(2, rules.align.pack)
+                equal("shape", f"{self.what}, its tokens", self.total, -(-max(slots, 1) // unit) * unit)
+            return
         if rules.padded:
             row, align = int(self.pack["max_seqlen"]), rules.align.pack
             self._expect_segments("row", self.slots == row, self.slots, f"{row}, as the widest")
@@ -120,6 +129,9 @@ class PackCheck:
         times = np.bincount(self.places, minlength=self.total)
         self.agree("slices", times, np.minimum(times, 1), times > 1, np.arange(len(times)))
         mesh, kind = self._mesh, self.pack.get("layout")
+        if self._group_size:
+            self._check_group(self._group_size)
+            mesh = None  # the pack's own numbers hold
         cp, rank = (mesh.cp, mesh.cp_rank) if mesh else (self.pack.get("cp", 1), self.pack.get("cp_rank", 0))
         if len(self.places) == self.total:
             equal("slices", f"{self.what}, a whole pack", self.places, np.arange(self.total))
@@ -136,6 +148,17 @@ class PackCheck:
             depth = np.zeros(len(self.lengths), np.int64)
             depth[: len(self.pack["shared"])] = self.pack["shared"]
             self.offset = self.offset + depth[self.segment]
+
+    def _check_group(self, size: int) -> None:
+        """Check that the ranks that share the pack are an aligned power of two, and that this rank is one of them."""
+        first, count = self.pack["cp_ranks"]
+        cp, cp_rank = int(self.pack["cp"]), int(self.pack["cp_rank"])
+        equal("cp_ranks", f"{self.what}, their number", (count, cp), (size, size))
+        fits = size & (size - 1) == 0 and first % size == 0 and 0 <= cp_rank < size
+        got = f"{self.what}: got {size} ranks from {first} on and cp_rank {cp_rank}"
+        expect(fits, "cp_ranks", f"{got}, expected a power of two, from one of its multiples on")
+        if (mesh := self._mesh) is not None:
+            equal("cp_rank", self.what, first + cp_rank, mesh.dp_rank * mesh.cp + mesh.cp_rank)
 
     def _check_tokens(self) -> None:
         """Check shapes, the padding mask, positions, ids at padding, and labels."""

@@ -76,10 +76,11 @@ def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None)
     if mesh is not None and mesh.pp > 1 and not (rules is not None and rules.padded):
         lengths = {check.total for check in checked}
         equal("shape", f"{subject}, number of different pack lengths in a pipeline", len(lengths), 1)
-    _check_totals(subject, step, checked, whole=mesh is not None and mesh.dp == 1)
+    in_groups = any("cp_size" in check.pack for check in checked)
+    _check_totals(subject, step, checked, whole=mesh is not None and mesh.dp == 1 and not in_groups)
     for name, expected in (("num_micro_batches", len(step)), ("step_num_loss_tokens", step.num_loss_tokens)):
         equal(name, subject, [int(check.pack[name]) for check in checked], [expected] * len(step))
-    packs = rules.packs_at(step.index) if rules is not None and rules.batch is None else 0
+    packs = rules.packs_at(step.index) if rules is not None and rules.batch is None and not in_groups else 0
     if packs and mesh is not None and packs % mesh.dp == 0:
         equal("micro-batches", subject, len(step), packs // mesh.dp)
 
@@ -136,7 +137,8 @@ def _check_ranks(steps: Sequence[Step], rules: Rules | None) -> None:
         if rules is not None and rules.padded:
             equal("shape", f"{subject} of another rank", _shapes_of(step), _shapes_of(first))
         for batch in step:
-            packs.setdefault(batch.pack if batch.num_samples else (-1 - batch.dp_rank), []).append(batch)
+            is_numbered = batch.num_samples or getattr(batch, "cp_size", None)
+            packs.setdefault(batch.pack if is_numbered else (-1 - batch.dp_rank), []).append(batch)
     for shards in packs.values():
         if shards[0].num_samples:
             _check_shards(shards, rules)

@@ -57,6 +57,8 @@ def derived_align(
     Align(sample=4, pack=256)
     """
     settings = settings or AlignSettings()
+    if layout.startswith("dynamic"):  # a group of ranks pads its own samples
+        cp = 1
     tight = settings.sample == "tight"
     chunks = (cp if layout == "contiguous" else 2 * cp) if cp > 1 else 1
     pack = lcm(chunks, cp * tp) if tight else chunks * tp

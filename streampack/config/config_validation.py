@@ -8,7 +8,7 @@ from __future__ import annotations
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import parse_size
 from streampack.core.deal.mesh_validation import batch_refusal, mesh_refusal
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rule_changes import rules_of_stages
 from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules
 from streampack.errors import ConfigError, UserError
@@ -44,7 +44,7 @@ def checked(config: BrokerConfig) -> BrokerConfig:
     _check_standby(config)
     for feed in config.feeds:
         rules = config.plan(feed)
-        _check_rules(config, rules, config.feeds[feed].cp_layout)
+        _check_rules(config, rules, config.feeds[feed].layout)
         _check_stages(config, feed, rules)
     parse_size(config.memory, "memory")
     if parse_size(config.retain.bytes, "retain.bytes") < _MIN_LOG_BYTES:
@@ -130,9 +130,12 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
                 f"streams.{stream.name}.weight: got {stream.weight:g}, expected at least "
                 f"{heaviest / MAX_WEIGHT_RATIO:g}, which is the largest weight divided by {MAX_WEIGHT_RATIO}"
             )
-    refusal = mesh_refusal(Mesh(cp=config.planned_mesh.cp), rules, layout)
+    dynamic, planned = DynamicCp.of(layout) is not None, config.planned_mesh
+    refusal = mesh_refusal(Mesh(dp=planned.dp if dynamic else 1, cp=planned.cp), rules, layout)
     if refusal:
         raise ConfigError(f"planned_mesh: {refusal}")
+    if dynamic:
+        return
     if rules.batch is not None:
         _check_batch(config, rules)
     elif rules.packs % config.planned_mesh.dp:
@@ -144,7 +147,7 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
 
 def _check_stages(config: BrokerConfig, feed: str, rules: Rules) -> None:
     """Raise ConfigError for a stage that no planned mesh can read."""
-    mesh, layout = config.planned_mesh, config.feeds[feed].cp_layout
+    mesh, layout = config.planned_mesh, config.feeds[feed].layout
     for settings, stage, after in zip(config.stages_of(feed), rules.stages, rules_of_stages(rules)[1:], strict=True):
         path, mesh = f"stages.{stage.name}", settings.planned_mesh or mesh
         if config.feeds[feed].stages is not None:

@@ -149,7 +149,7 @@ class BrokerConfig(
         """Return the rules of ``feed``, by default the first feed. Raises ConfigError if settings contradict."""
         feed = next(iter(self.feeds)) if feed is None else feed
         settings = self.rules_of(feed)
-        mesh, layout = self.planned_mesh, self.feeds[feed].cp_layout
+        mesh, layout = self.planned_mesh, self.feeds[feed].layout
         align = derived_align(mesh.cp, mesh.tp, layout, self.precision, settings.align)
         declared = tuple(field.declared(name) for name, field in self.fields.items())
         fields = tuple(field for field in declared if not field.of_media)
@@ -193,7 +193,7 @@ class BrokerConfig(
         """Return the settings from which the alignment and the groups of a feed's stages follow."""
         settings = self.rules_of(feed)
         return MeshTerms(
-            self.planned_mesh, self.feeds[feed].cp_layout, self.precision, settings.align, settings.balance.group
+            self.planned_mesh, self.feeds[feed].layout, self.precision, settings.align, settings.balance.group
         )
 
     def rules_of(self, feed: str) -> RulesSettings:

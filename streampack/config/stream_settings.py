@@ -13,6 +13,7 @@ from streampack.core.model.keys.field_keys import DType, FieldKeys
 from streampack.core.model.keys.key_groups import Keys, values_of
 from streampack.core.model.keys.planning_keys import MergeOrder, Positive
 from streampack.core.model.keys.stream_keys import SamplePolicies, StreamKeys
+from streampack.core.model.mesh import DynamicCp
 from streampack.core.model.rules import StreamRules
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.errors import ConfigError
@@ -57,6 +58,14 @@ class StreamSettings(
         )  # fmt: skip
 
 
+class ExchangeSettings(Keys, frozen=True, kw_only=True):
+    """Cost of the exchange of a token between context-parallel ranks, over the cost of its computation."""
+
+    node: Annotated[float, Meta(ge=0, le=64, description="Cost of the exchange within a node")] = 0.05
+    across: Annotated[float, Meta(ge=0, le=64, description="Cost of the exchange across nodes")] = 0.2
+    node_ranks: Annotated[int, Meta(ge=1, le=4096, description="Ranks of a node, in the order of the ranks")] = 8
+
+
 class FeedSettings(Keys, frozen=True, kw_only=True):
     """Settings of a feed that trainers connect to: its streams (default: all), and its own values of ``rules``."""
 
@@ -83,6 +92,29 @@ class FeedSettings(Keys, frozen=True, kw_only=True):
             "`whole` gives every rank the whole pack"
         ),
     ] = "zigzag"
+    cp: Annotated[
+        Literal["static", "dynamic"],
+        Meta(
+            description="`static` divides every pack among all context-parallel ranks of the mesh. `dynamic` gives "
+            "each sample as many ranks as it needs: groups of 1, 2, 4 or more of the dp x cp ranks share packs. It "
+            "needs `rank_tokens`"
+        ),
+    ] = "static"
+    rank_tokens: Annotated[
+        Annotated[int, Meta(ge=2, lt=2**31)] | None,
+        Meta(description="With `cp: dynamic`, the most tokens of a rank in a micro-batch, an even number"),
+    ] = None
+    max_group: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)] | None,
+        Meta(description="With `cp: dynamic`, the most ranks that share a sample. Default: 64"),
+    ] = None
+    exchange: Annotated[
+        ExchangeSettings | None,
+        Meta(
+            description="With `cp: dynamic`, the cost of the exchange of a token between ranks. Default: 0.05 within a "
+            "node of 8 ranks, and 0.2 across nodes"
+        ),
+    ] = None
     rules: Annotated[
         dict[str, Any],
         Meta(description="Values of `rules` keys that apply only to this feed. Other keys keep the run's values"),
@@ -91,6 +123,34 @@ class FeedSettings(Keys, frozen=True, kw_only=True):
         tuple[StageSettings, ...] | None,
         Meta(description="Stages of this feed, in place of the run's `stages`"),
     ] = None
+
+    def __post_init__(self) -> None:
+        if self.cp == "dynamic":
+            if self.rank_tokens is None:
+                raise ValueError("got `cp: dynamic` without rank_tokens, expected the most tokens of a rank, e.g. 8192")
+            if self.cp_layout != "zigzag":
+                raise ValueError(f"got `cp: dynamic` with `cp_layout: {self.cp_layout}`, expected `cp_layout: zigzag`")
+            return
+        for name in ("rank_tokens", "max_group", "exchange"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"got {name} without `cp: dynamic`, expected both. Set `cp: dynamic`, or remove {name}"
+                )
+
+    @property
+    def layout(self) -> str:
+        """The way in which context parallelism divides packs, as a ``FeedPlan`` has it."""
+        if self.cp == "static" or self.rank_tokens is None:
+            return self.cp_layout
+        exchange = self.exchange or ExchangeSettings()
+        return DynamicCp(
+            rank_tokens=self.rank_tokens, max_group=self.max_group or MAX_GROUP, node=exchange.node,
+            across=exchange.across, node_ranks=exchange.node_ranks,
+        ).layout  # fmt: skip
+
+
+MAX_GROUP = 64
+"""The most ranks that share a sample, by default."""
 
 
 class FieldSettings(FieldKeys, frozen=True, kw_only=True):

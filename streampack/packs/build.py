@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from streampack.core.columns.step_columns import BY_RULES
 from streampack.core.layout.boundaries import Boundaries, Layouts, layouts
 from streampack.core.layout.labels import derive, derive_positions
-from streampack.core.layout.shards import Slices, cut
+from streampack.core.layout.shards import Slices, cut, cut_groups
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
 from streampack.core.model.fields import LABELS, LOSS_MASK, MEDIA, POSITION_IDS, Field, from_bfloat16
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, I64, IGNORE_INDEX
 from streampack.core.protocol.message import Envelope
@@ -68,6 +68,8 @@ def build_step(
         if not isinstance(message, StepPart):
             raise WireError(f"got {type(message).__name__} among the parts of a step, expected only StepPart messages")
         first = first or message
+        if message.deal != first.deal:
+            raise WireError(f"got step {first.step} by the deals {first.deal} and {message.deal}, expected one deal")
         if (message.step, message.first) != (first.step, count):
             raise WireError(
                 f"got step {message.step} from micro-batch {message.first} on, expected step {first.step} from "
@@ -154,15 +156,24 @@ def _content(
         raise WireError("got a message without packs, expected at least one")
     num_samples = int(counts.sum())
     lengths = _array(part.lengths_u32, "<u4", num_samples).astype(np.int64)
-    parts = 1 if layout == "whole" else mesh.cp
+    dynamic, parts = DynamicCp.of(layout), 1 if layout == "whole" else mesh.cp
     depths = depths_of(part, rules, parts)
     own = lengths if depths is None else lengths - depths
-    laid, bounds, widest = _lay_out(own, counts, part.aligns(rules), part.widths(rules))
-    slices = cut(laid, mesh.cp, mesh.cp_rank, layout)
+    groups: dict[str, list[Any]] = {}
+    if dynamic is None:
+        laid, bounds, widest = _lay_out(own, counts, part.aligns(rules), part.widths(rules))
+        slices, shares = cut(laid, mesh.cp, mesh.cp_rank, layout), np.full(num_packs, parts)
+        of_packs = [mesh.cp] * num_packs, [mesh.cp_rank] * num_packs
+    else:
+        firsts, shares, ranks, widths = _groups(part, dynamic, mesh, rules)
+        laid, bounds, widest = _lay_out(own, counts, dynamic.aligns(shares, rules.align.sample), widths)
+        slices, layout = cut_groups(laid, shares, ranks), "zigzag"
+        of_packs = shares.tolist(), ranks.tolist()
+        groups = {"cp_size": of_packs[0], "cp_ranks": list(zip(firsts.tolist(), of_packs[0], strict=True))}
     frames = dict(zip(expected, payload, strict=True))
     tokens: _Tokens | TreeTokens
     if depths is None:
-        tokens = _tokens(frames, rules, laid, slices, parts, slabs)
+        tokens = _tokens(frames, rules, laid, slices, shares, slabs)
         if MEDIA in frames:
             tokens = replace(tokens, media=pack_media(part, frames[MEDIA], rules, laid, tokens.bounds, fetcher))
     else:
@@ -187,8 +198,9 @@ def _content(
         "pack": _array(part.packs_u32, "<u4", num_packs).tolist(),
         "slices": Column(np.stack([slices.start, slices.stop], axis=1), slices.first.tolist()),
         "layout": [layout] * num_packs,
-        "cp": [mesh.cp] * num_packs,
-        "cp_rank": [mesh.cp_rank] * num_packs,
+        "cp": of_packs[0],
+        "cp_rank": of_packs[1],
+        **groups,
     }
     for name, optional in BY_RULES.items():
         if optional.in_packs is not None and optional.is_there(rules):
@@ -196,6 +208,20 @@ def _content(
             attributes[optional.column] = Column(values.astype(optional.in_packs), laid.first_sample.tolist())
     by_pack = {name: rows(column) for name, column in attributes.items()}
     return Content(tokens, num_packs, attributes, by_pack, own, depths)
+
+
+def _groups(part: StepPart, dynamic: DynamicCp, mesh: Mesh, rules: Rules) -> tuple[I64, I64, I64, I64]:
+    """Return of each pack's group the first rank, the size, the rank of this mesh in it, and the pack's tokens.
+
+    All are int64 [packs]. Raises ValueError for groups without this rank, or tokens that no such pack has.
+    """
+    rank = mesh.dp_rank * mesh.cp + mesh.cp_rank
+    firsts, sizes = part.groups(dynamic, mesh.dp * mesh.cp)
+    if ((rank < firsts) | (rank >= firsts + sizes)).any():
+        raise ValueError(f"got groups from ranks {firsts.tolist()[:8]} on, expected groups with rank {rank}")
+    widths = _array(part.widths_u32, "<u4", len(sizes)).astype(np.int64)
+    dynamic.check_widths(widths, sizes, rules.shape, rules.align.pack)
+    return firsts, sizes, rank - firsts, widths
 
 
 def _lay_out(lengths: I64, counts: I64, aligns: I64, widths: I64) -> tuple[Layouts, Boundaries, I64]:
@@ -286,14 +312,15 @@ class _Tokens:
 
 
 def _tokens(
-    frames: Mapping[str, Any], rules: Rules, laid: Layouts, slices: Slices, parts: int, slabs: Slabs
+    frames: Mapping[str, Any], rules: Rules, laid: Layouts, slices: Slices, shares: I64, slabs: Slabs
 ) -> _Tokens:
-    """Check the payload frames of a message and return its tokens, for a rank that holds 1 / ``parts`` of each pack.
+    """Check the payload frames of a message and return its tokens.
 
-    ``laid``: layout of the packs. ``slices``: those that this rank holds. Raises ValueError for frames of another size.
+    ``laid``: layout of the packs. ``slices``: those that this rank holds. ``shares`` int64 [packs]: the ranks that hold
+    a part of each pack. Raises ValueError for frames of another size.
     """
     widths = laid.stop[laid.first_segment[1:] - 1]
-    whole, bounds = ([0, *np.cumsum(widths // share).tolist()] for share in (1, parts))
+    whole, bounds = ([0, *np.cumsum(tokens).tolist()] for tokens in (widths, widths // shares))
     kernels.count_tokens(bounds[-1])
     fields = []
     for field in rules.fields:

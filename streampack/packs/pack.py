@@ -97,6 +97,11 @@ class Pack(Mapping[str, Any]):
     """int32 [num_samples] tokens that each sample shares with the sample before it; None without ``share``."""
     cu_paths: I32 | None = None
     """int32 [num_samples + 1] cumulative tokens of the samples with shared ones, from 0; None without ``share``."""
+    cp_size: int | None = None
+    """Number of ranks that share this pack, with dynamic context parallelism (``cp`` is the same); else None."""
+    cp_ranks: tuple[int, int] | None = None
+    """First rank and number of the ranks that share this pack, of the dp x cp ranks in one line; None without
+    dynamic context parallelism."""
     path_index: I64 | None = None
     """int64 [P] place in the pack of each token of each sample, one sample after another; None without ``share``."""
 

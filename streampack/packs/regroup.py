@@ -84,6 +84,11 @@ class Regrouping:
                 f"got round={round} for a step of packs, expected none, because packs keep the alignment of their "
                 f"samples. `round` is for the rows of a feed with `padded: true`"
             )
+        if first.cp_size is not None:
+            raise UserError(
+                "got packs of a feed with `cp: dynamic` to regroup, expected `cp: static`, because this rank lacks its "
+                "parts of packs of other groups. Change the feed in broker.yaml"
+            )
         if first.cp > 1 and first.layout not in ("zigzag", "whole"):
             raise UserError(
                 f"got packs with `cp_layout: {first.layout}` and cp={first.cp} to regroup, expected zigzag or whole, "

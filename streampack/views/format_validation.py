@@ -62,7 +62,7 @@ def check_feed(format: str, mesh: Mesh, rules: Rules, layout: str, masks: str | 
         return
     if rules.padded:
         raise UserError(f"got format {format!r} for a feed with rules.padded, expected padded, hf, thd or numpy")
-    if mesh.cp > 1 and layout != "whole":
+    if layout.startswith("dynamic") or (mesh.cp > 1 and layout != "whole"):
         raise UserError(
             f"got format {format!r} with cp={mesh.cp} and `cp_layout: {layout}`, expected `cp_layout: whole`, because "
             f"{_SHARDED_LATER[format]} shards packs itself. Set `cp_layout: whole` for the feed in broker.yaml"

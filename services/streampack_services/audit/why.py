@@ -197,7 +197,7 @@ def _packs(
         dealt = dealer_of(rules, table, DealtFigures()).deal(planned, Mesh(dp=dp_size, pp=pp_size), True)
     except ValueError as error:
         raise UserError(str(error)) from None
-    _, _, widths, aligns, _ = dealt.contents
+    widths, aligns = dealt.contents.widths, dealt.contents.aligns
     numbers = np.frombuffer(dealt.columns["packs_u32"], "<u4").tolist()
     positions_of = np.split(dealt.contents.handles - handles[:1], dealt.bounds[1:-1])  # a new table's are in order
     shown = []

@@ -197,6 +197,7 @@ class Arena:
     ) -> tuple[NDArray[Any], ...]:
         """Return the shards of packs that context-parallel ``ranks`` of ``cp`` hold: one array for each name.
 
+        Packs that groups of ranks share (``packs.sizes``) are cut by ``zigzag`` for each group, and have one rank each.
         An array that the layout cuts has the shards of all packs for the first rank, then for the next. Other arrays
         occur once. If samples share tokens, each shared token occurs once, and ranks get whole packs. Fields aligned
         with the target have the values of every sample then, without padding.
@@ -215,7 +216,10 @@ class Arena:
             the same tokens, or for all tokens of the packs if it is replicated. A field of axis ``sample``: its numbers
             for each sample. ``media``: the media bytes of each sample, uint8.
         """
-        shards, total = self._slices_of_shards(packs, cp, ranks, layout)
+        if packs.sizes is None:
+            shards, total = self._slices_of_shards(packs, cp, ranks, layout)
+        else:
+            shards, total = self._slices_of_groups(packs)
         edges = np.empty(shards.shape[1] if EDGES in names else 0, np.int32)
         arrays: dict[str, NDArray[Any]] = {EDGES: edges}
         for name in names:
@@ -231,7 +235,7 @@ class Arena:
                 if packs.depths is not None and not column.once:
                     slices, count = self._slices_of_rows(packs.handles)
                 elif column.replicate:
-                    slices, count = self._slices_of_shards(packs, 1, (0,), layout)
+                    slices, count = self._slices_of_shards(packs, 1, (0,), "whole")
                 arrays[name] = np.empty(count * column.width, column.dtype)
                 _copy_slices(column.data, slices, column.width, column.shift, column.pad, arrays[name], _NO_EDGES)
             elif name == INPUT_IDS:
@@ -247,7 +251,7 @@ class Arena:
         have the same shard, which occurs once.
         """
         ranks = ranks[:1] if layout == "whole" else ranks
-        handles, counts, widths, aligns, depths = packs
+        handles, counts, widths, aligns, depths = packs[:5]
         places, lengths = self._offset, self._length
         if depths is not None:
             self._reserve(int(handles.max(initial=0)))
@@ -265,6 +269,19 @@ class Arena:
                 raise InternalError(f"cannot lay out a pack, or one of its samples was released: {why}")
             num_slices, total = num_slices + count, total + tokens
         return slices[:, :num_slices], total
+
+    def _slices_of_groups(self, packs: Contents) -> tuple[I64, int]:
+        """Return the slices of packs that groups of ranks share, cut by ``zigzag``, and their tokens."""
+        assert packs.sizes is not None
+        assert packs.ranks is not None
+        ends = np.cumsum(packs.counts).tolist()
+        parts, total, begin = [], 0, 0
+        for i, (end, size, rank) in enumerate(zip(ends, packs.sizes.tolist(), packs.ranks.tolist(), strict=True)):
+            pack = Contents(packs.handles[begin:end], *(column[i : i + 1] for column in packs[1:4]))
+            slices, tokens = self._slices_of_shards(pack, size, (rank,), "zigzag")
+            parts.append(slices)
+            begin, total = end, total + tokens
+        return np.concatenate(parts, axis=1), total
 
     def _slices_of_rows(self, handles: I64) -> tuple[I64, int]:
         """Return the slices of whole samples, as ``_slices_of_shards`` does, and the tokens of all of them."""

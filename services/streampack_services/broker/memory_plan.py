@@ -207,7 +207,7 @@ def plan(config: BrokerConfig, recorded: Mapping[str, Rules] = MappingProxyType(
             name,
             rules,
             needs[name] + spare * wants[name] // sum(wants.values()),
-            config.feeds[name].cp_layout,
+            config.feeds[name].layout,
             config.retain.checkpoints,
             config.feeds[name].on_rewind == "discard",
             config.limits.peers,

@@ -24,6 +24,7 @@ from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.stage_settings import StageSettings
 from streampack.core.broker import Broker
 from streampack.core.deal import deal_kernels
+from streampack.core.deal.dynamic_cp import cp_plan
 from streampack.core.form import former as form
 from streampack.core.intake import admission_kernels
 from streampack.core.journal.journal import Journal
@@ -32,6 +33,7 @@ from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS
 from streampack.core.merge import schedule
 from streampack.core.model.keys.stage_keys import Stage
+from streampack.core.model.mesh import DynamicCp
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.effects import (
     Answer,
@@ -405,6 +407,8 @@ def warm_up(plan: Plan) -> None:
     for feed in plan.feeds:
         schedule.warm_up(feed.rules)
         form.warm_up(feed.rules)
+        if DynamicCp.of(feed.layout) is not None:
+            cp_plan.warm_up()
     deal_kernels.warm_up()
     admission_kernels.warm_up()
     rules, zero, lengths = plan.rules, np.zeros(1, np.int64), np.full(1, 8)

@@ -41,7 +41,7 @@ def stages_of(config: BrokerConfig, broker: Plan) -> dict[str, list[Tree]]:
 
 def _columns(config: BrokerConfig, feed: str, rules: Rules, broker: Plan) -> Iterator[Tree]:
     """Yield the trees of a feed with stages."""
-    mesh, layout = config.planned_mesh, config.feeds[feed].cp_layout
+    mesh, layout = config.planned_mesh, config.feeds[feed].layout
     first: list[int] = []
     settings = [None, *config.stages_of(feed)]
     for number, (written, after) in enumerate(zip(settings, rules_of_stages(rules), strict=True)):

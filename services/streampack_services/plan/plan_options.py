@@ -178,7 +178,7 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanOptions:
     joint = Balance("joint", group=settings.balance.group, patience=rules.balance.patience)
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
     return PlanOptions(
-        rules, settings.align or DERIVED, broker.precision, joint, (mesh,), broker.feeds[name].cp_layout, True,
+        rules, settings.align or DERIVED, broker.precision, joint, (mesh,), broker.feeds[name].layout, True,
         has_media=rules.has_extra_bytes,
     )  # fmt: skip
 

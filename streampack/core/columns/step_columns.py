@@ -21,7 +21,8 @@ StepColumns = Mapping[str, bytes]
 """The columns of some packs by name, without those that the run does not have."""
 
 PACK_BYTES: Mapping[str, int] = {
-    "packs_u32": 4, "counts_u32": 4, "loss_tokens_u32": 4, "widths_u32": 4, "rows_u32": 4
+    "packs_u32": 4, "counts_u32": 4, "loss_tokens_u32": 4, "widths_u32": 4, "rows_u32": 4, "group_firsts_u32": 4,
+    "group_sizes_u32": 4,
 }  # fmt: skip
 """Bytes of a pack in each column that has a value for each pack."""
 

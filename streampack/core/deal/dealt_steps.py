@@ -1,8 +1,8 @@
 """Steps dealt on a mesh: the packs of every rank, laid out in the form of their messages.
 
 A dealt step has all packs of a rank together, so the messages of a rank are slices of its columns. ``dealer_of``
-chooses the dealer by the rules of a step: ``PackDealer`` deals packs, ``PaddedDealer`` deals padded micro-batches. The
-module knows packs and handles, never tokens.
+chooses the dealer by the rules of a step: ``PackDealer`` deals packs, ``PaddedDealer`` deals padded micro-batches, and
+``GroupDealer`` deals samples to groups of ranks. The module knows packs and handles, never tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +18,14 @@ from numpy.typing import NDArray
 
 from streampack.core.columns.step_columns import StepColumns, columns_by_rules, cut, joined
 from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
+from streampack.core.deal.deal import arrange
 from streampack.core.deal.deal_kernels import lay_out
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dynamic_batches import PaddedFigures
+from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, CpPlan, plan_groups
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.layout.boundaries import Contents
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, I64, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
@@ -49,7 +52,8 @@ class Portions(NamedTuple):
 class DealtStep:
     """A step dealt on a mesh of ``sizes`` (dp, pp): packs rank by rank; every rank has ``each`` packs.
 
-    Pack i holds samples ``bounds[i]`` to ``bounds[i + 1]`` of ``contents`` and of the columns.
+    Pack i holds samples ``bounds[i]`` to ``bounds[i + 1]`` of ``contents`` and of the columns. With dynamic context
+    parallelism, dp counts the dp x cp ranks, each rank of a group has the group's pack, and ``digest`` is the plan's.
     """
 
     sizes: tuple[int, int]
@@ -57,6 +61,7 @@ class DealtStep:
     bounds: list[int]
     contents: Contents
     columns: StepColumns
+    digest: bytes = b""
 
     def cut(self, spans: list[tuple[int, int]]) -> tuple[StepColumns, Contents]:
         """Return the columns of the packs [a, b) of each span, one span after another, and the packs.
@@ -69,16 +74,20 @@ class DealtStep:
         if len(slices) == 1:
             return slices[0]
         columns, packs = zip(*slices, strict=True)
-        handles, counts, widths, aligns = map(np.concatenate, zip(*(contents[:4] for contents in packs), strict=True))
-        depths = [contents.depths for contents in packs if contents.depths is not None]
-        return joined(columns), Contents(handles, counts, widths, aligns, np.concatenate(depths) if depths else None)
+        values = {
+            name: np.concatenate(parts)
+            for name, parts in zip(Contents._fields, zip(*packs, strict=True), strict=True)
+            if parts[0] is not None
+        }
+        return joined(columns), Contents(**values)
 
     def _slice(self, a: int, b: int) -> tuple[StepColumns, Contents]:
         """Return the columns of packs [a, b), and the packs."""
         c, d = self.bounds[a], self.bounds[b]
-        handles, counts, widths, aligns, depths = self.contents
+        handles, counts, widths, aligns, depths, *groups = self.contents
         depths = None if depths is None else depths[c:d]
-        contents = Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b], depths)
+        sizes, ranks = (None if values is None else values[a:b] for values in groups)
+        contents = Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b], depths, sizes, ranks)
         return cut(self.columns, (a, b), (c, d)), contents
 
 
@@ -86,13 +95,17 @@ class _Placed(NamedTuple):
     """The packs of a step, and their places on a mesh.
 
     ``dealt`` int64 [m, dp] are pack numbers by [micro_batch, rank]. ``widths`` and ``aligns``, int64 [packs], are the
-    packs' lengths T and the multiples to which their samples are padded.
+    packs' lengths T and the multiples to which their samples are padded. With dynamic context
+    parallelism, ``groups`` are the first rank and the size of each pack's group, int64 [packs] each. ``digest`` is that
+    of their plan.
     """
 
     packs: PlannedPacks | Portions
     dealt: I64
     widths: I64
     aligns: I64
+    groups: tuple[I64, I64] | None = None
+    digest: bytes = b""
 
 
 class StepDealer(ABC):
@@ -114,16 +127,17 @@ class StepDealer(ABC):
 
     def deal(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> DealtStep:
         """Deal a step on ``mesh``; ``is_first`` tells if the step is dealt for the first time."""
-        return self._in_order(*self._place(step.packs, mesh, is_first), mesh)
+        return self._in_order(self._place(step.packs, mesh, is_first), mesh)
 
     @abstractmethod
     def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
         """Return the places of a step's samples on ``mesh``; update the statistics."""
 
-    def _in_order(self, packs: PlannedPacks | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> DealtStep:
-        """Lay out the packs rank by rank, in the form of their messages; the arguments are those of ``_Placed``."""
+    def _in_order(self, placed: _Placed, mesh: Mesh) -> DealtStep:
+        """Lay out the packs rank by rank, in the form of their messages."""
+        packs, dealt, widths, aligns, groups, digest = placed
         numbers, table, rules = dealt.T.ravel(), self._table, self.rules
-        bounds, count = np.zeros(len(numbers) + 1, np.int64), len(packs.handles)
+        bounds, count = np.zeros(len(numbers) + 1, np.int64), int(np.diff(packs.bounds)[numbers].sum())
         handles, indices = np.empty(count, np.int64), np.empty(count, "<u8")
         lengths, streams, parts = np.empty((3, count), "<u4")
         lay_out(
@@ -140,7 +154,13 @@ class StepDealer(ABC):
             columns["widths_u32"] = _u32(widths)
         columns |= self._own_columns(aligns, lengths, bounds[:: len(dealt)]) | columns_by_rules(rules, table, handles)
         contents = Contents(handles, counts, widths, aligns, depths_of(rules, table, handles))
-        return DealtStep((mesh.dp, mesh.pp), len(dealt), bounds.tolist(), contents, columns)
+        if groups is not None:
+            firsts, sizes = (values[numbers] for values in groups)
+            contents = contents._replace(sizes=sizes, ranks=np.repeat(np.arange(dealt.shape[1]), len(dealt)) - firsts)
+            columns |= {
+                "widths_u32": _u32(widths), "group_firsts_u32": _u32(firsts), "group_sizes_u32": _u32(sizes)
+            }  # fmt: skip
+        return DealtStep((dealt.shape[1], mesh.pp), len(dealt), bounds.tolist(), contents, columns, digest)
 
     def _own_columns(self, aligns: I64, lengths: NDArray[np.uint32], of_ranks: I64) -> dict[str, bytes]:
         """Return the columns that only this dealer's packs have.
@@ -222,8 +242,43 @@ class PaddedDealer(StepDealer):
         return {"rows_u32": _u32(aligns), "longest_u32": of_samples.tobytes()}
 
 
-def dealer_of(rules: Rules, table: SampleTable, figures: DealtFigures) -> StepDealer:
-    """Return the dealer of steps that are formed under ``rules``; their samples are in ``table``."""
+class GroupDealer(StepDealer):
+    """Deals the samples of a step to groups of dp x cp ranks: see ``dynamic_cp``."""
+
+    def __init__(self, rules: Rules, table: SampleTable, figures: DealtFigures, dynamic: DynamicCp) -> None:
+        super().__init__(rules, table, figures)
+        self._dynamic = dynamic
+
+    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
+        dynamic, align, handles = self._dynamic, self.rules.align, formed.handles
+        costs = CpCosts(*self.rules.balance.factors, dynamic.node, dynamic.across, dynamic.node_ranks)
+        lengths, ranks = self._table.own_lengths(handles), mesh.dp * mesh.cp
+        plan = plan_groups(lengths, ranks, dynamic.rank_tokens, dynamic.max_group, costs, align.sample)
+        packs = self._portions(handles, plan.samples())
+        aligns = dynamic.aligns(plan.size, align.sample)
+        units = aligns[plan.group_of]
+        slots = np.zeros(len(plan.size), np.int64)
+        np.add.at(slots, plan.group_of, -(-lengths // units) * units)
+        widths = dynamic.widths(slots, plan.size, self.rules.shape, align.pack)
+        dealt = arrange(plan.dealt(ranks), plan.costs, self.rules.balance.order or "largest_first")
+        in_turn = np.arange(dealt.size).reshape(dealt.shape)
+        self.figures.add(plan.costs[dealt].ravel(), (packs.tokens // plan.size)[dealt].ravel(), in_turn)
+        return _Placed(packs, dealt, widths, aligns, (plan.first, plan.size), _digest(packs, plan, dealt))
+
+
+def _digest(packs: Portions, plan: CpPlan, dealt: I64) -> bytes:
+    """Return the digest of the groups of a step: 16 bytes."""
+    columns = (packs.bounds, plan.group_of, plan.first, plan.size, dealt)
+    return blake2b(b"".join(column.astype("<i8").tobytes() for column in columns), digest_size=16).digest()
+
+
+def dealer_of(rules: Rules, table: SampleTable, figures: DealtFigures, layout: str = "zigzag") -> StepDealer:
+    """Return the dealer of steps that are formed under ``rules``; their samples are in ``table``.
+
+    ``layout``: the layout of the feed, which may name the settings of dynamic context parallelism.
+    """
+    if (dynamic := DynamicCp.of(layout)) is not None:
+        return GroupDealer(rules, table, figures, dynamic)
     return (PaddedDealer if rules.padded else PackDealer)(rules, table, figures)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streampack.core.deal.assignment import packs_of_mesh
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Rules
 
 AFTER_RAMPS = 1 << 62
@@ -16,6 +16,8 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str, variable_lengths: bool =
     ``variable_lengths``: the pipeline's stages exchange micro-batches of any shape. ``step``: the first step that the
     mesh reads; the packs of earlier steps may have been fewer.
     """
+    if (dynamic := DynamicCp.of(layout)) is not None:
+        return _groups_refusal(mesh, rules, dynamic)
     if wrong := batch_refusal(mesh, rules) or _packs_refusal(mesh, rules, step) or _cut_refusal(mesh, rules, layout):
         return wrong
     if rules.padded and mesh.pp > 1 and not variable_lengths:
@@ -25,6 +27,17 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str, variable_lengths: bool =
             f"use pp=1 or packing."
         )
     return ""
+
+
+def _groups_refusal(mesh: Mesh, rules: Rules, dynamic: DynamicCp) -> str:
+    """Return an error text if groups of ranks cannot share the packs of these rules; empty if they can."""
+    for name, got in (("share: prefix", rules.share), ("padded: true", rules.padded), (f"pp={mesh.pp}", mesh.pp > 1)):
+        if got:
+            return (
+                f"got `cp: dynamic` with {name}, expected a feed without it, because groups of ranks share packs of "
+                f"different shapes. Remove `cp: dynamic` from the feed, or {name}"
+            )
+    return dynamic.refusal(mesh.dp * mesh.cp, rules.budget, rules.shape, rules.align.pack)
 
 
 def _packs_refusal(mesh: Mesh, rules: Rules, step: int) -> str:

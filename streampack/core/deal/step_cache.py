@@ -22,12 +22,12 @@ from streampack.core.deal.node_parts import NodeRanks
 from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import INPUT_IDS, frames_for
 from streampack.core.model.fields import MEDIA
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, SampleTable
 from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.relay_messages import NodePart
-from streampack.core.protocol.step_part import StepPart, StepStage
+from streampack.core.protocol.step_part import Deal, StepPart, StepStage
 
 PART_BYTES = 2 << 20
 """Bytes of payload in one message, about; a larger step is sent as several messages, its parts."""
@@ -61,13 +61,14 @@ class KeptSteps:
         self.part_bytes = PART_BYTES
         self.lineage = 0
         self.figures = DealtFigures()
-        self._dealer = dealer_of(rules, table, self.figures)
+        self._dynamic = DynamicCp.of(layout)
+        self._dealer = dealer_of(rules, table, self.figures, layout)
         self._first = _without_streams(rules)
 
     def add(self, step: PlannedStep, skipped: bool = False) -> None:
         """Keep a step; if the step is ``skipped``, readers get its digests and no packs."""
         if step.rules is not self._dealer.rules:
-            self._dealer = dealer_of(step.rules, self._table, self.figures)
+            self._dealer = dealer_of(step.rules, self._table, self.figures, self._layout)
         self._steps[step.number] = _Kept(step, self._dealer, self._stage_of(step), skipped)
         if skipped:
             self.figures.skip(step.packs)
@@ -104,6 +105,8 @@ class KeptSteps:
         Fields of axis ``sample`` and ``edges`` are not counted.
         """
         tokens, (cut, whole) = int(packs.widths.sum()), self._token_bytes(frames)
+        if packs.sizes is not None:
+            return int((packs.widths // packs.sizes).sum()) * cut + tokens * whole
         of_rows = sum(field.value_bytes for field in self._by_row if field.name in frames)
         rows = int(self._table.length[packs.handles].sum()) if of_rows else 0
         media = int(self._table.extra_bytes[packs.handles].sum()) if MEDIA in frames else 0
@@ -124,7 +127,7 @@ class KeptSteps:
             return
         dealt, frames = self._deal(kept, mesh), frames_for(self._rules.all_fields, mesh, self._layout)
         per_rank, most = dealt.each, self._most(kept, mesh)
-        own, parts = mesh.dp_rank * per_rank, -(-per_rank // most)
+        own, parts = self._line(mesh)[1] * per_rank, -(-per_rank // most)
         for part in range(begin if begin < parts else 0, parts):
             first = part * most
             spans = [(own + first, own + min(first + most, per_rank))]
@@ -171,7 +174,7 @@ class KeptSteps:
         columns, packs = dealt.cut(spans)
         plan = StepPart(
             **self._head(kept, request), part=part, parts=parts, first=first, micro_batches=dealt.each, frames=frames,
-            **fields_of(columns),
+            deal=Deal(0, dealt.digest) if dealt.digest else UNSET, **fields_of(columns),
         )  # fmt: skip
         return plan, packs
 
@@ -204,6 +207,8 @@ class KeptSteps:
 
     def _pack_bytes(self, kept: _Kept, mesh: Mesh) -> int:
         """Return the most payload bytes of a step's pack for one rank, without fields of axis ``sample``."""
+        if self._dynamic is not None:
+            return self._dynamic.rank_tokens * self._rules.token_bytes
         return kept.step.rules.budget // self._shares(mesh) * self._rules.token_bytes
 
     def _most(self, kept: _Kept, mesh: Mesh) -> int:
@@ -221,9 +226,10 @@ class KeptSteps:
     def ids_of(self, number: int, mesh: Mesh) -> I64 | None:
         """Return the ids of a rank's samples in a step, int64 [n, 3]; None if the step is not dealt on this mesh."""
         kept = self._steps.get(number)
-        if kept is None or kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
+        ranks, rank = self._line(mesh)
+        if kept is None or kept.dealt is None or kept.dealt.sizes != (ranks, mesh.pp):
             return None
-        first = mesh.dp_rank * kept.dealt.each
+        first = rank * kept.dealt.each
         columns, _ = kept.dealt.cut([(first, first + kept.dealt.each)])
         ids = {"streams_u32": "<u4", "indices_u64": "<u8", "parts_u32": "<u4"}
         return np.stack([np.frombuffer(columns[name], kind).astype(np.int64) for name, kind in ids.items()], axis=1)
@@ -253,9 +259,18 @@ class KeptSteps:
             f"per rank, expected {least}. Set `rules.step.empty: pad`, make batches larger, or use a smaller mesh"
         )
 
+    def _line(self, mesh: Mesh) -> tuple[int, int]:
+        """Return the number of ranks that packs are dealt to, and the rank of ``mesh`` among them.
+
+        Packs are dealt to the dp ranks; with dynamic context parallelism, to the dp x cp ranks.
+        """
+        if self._dynamic is None:
+            return mesh.dp, mesh.dp_rank
+        return mesh.dp * mesh.cp, mesh.dp_rank * mesh.cp + mesh.cp_rank
+
     def _deal(self, kept: _Kept, mesh: Mesh) -> DealtStep:
         """Return the step as dealt on this mesh; deal it now unless it is dealt already."""
-        if kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
+        if kept.dealt is None or kept.dealt.sizes != (self._line(mesh)[0], mesh.pp):
             kept.dealt = kept.dealer.deal(kept.step, mesh, kept.dealt is None)
         return kept.dealt
 

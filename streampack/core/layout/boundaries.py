@@ -30,6 +30,8 @@ class Contents(NamedTuple):
         widths: int64 [packs], the length T of each pack in tokens.
         aligns: int64 [packs], the multiple to which each pack's samples are padded, in tokens.
         depths: int64 [samples], tokens that each sample shares with the sample before it; None without trees.
+        sizes: int64 [packs], the ranks that share each pack, with dynamic context parallelism; else None.
+        ranks: int64 [packs], the rank within each pack's group whose shards are read; None without ``sizes``.
     """
 
     handles: I64
@@ -37,6 +39,8 @@ class Contents(NamedTuple):
     widths: I64
     aligns: I64
     depths: I64 | None = None
+    sizes: I64 | None = None
+    ranks: I64 | None = None
 
 
 @dataclass(frozen=True, slots=True)

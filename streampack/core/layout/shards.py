@@ -73,12 +73,35 @@ def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
     return _intersect(laid, [(number * chunk, (number + 1) * chunk) for number in numbers])
 
 
-def _check_even(sizes: I64, parts: int, noun: str, advice: str) -> None:
+def cut_groups(laid: Layouts, sizes: I64, ranks: I64) -> Slices:
+    """Return the slices of packs by ``zigzag``, each pack cut for a group of its own size.
+
+    Pack i is cut for ``sizes[i]`` ranks, and the slices are those of rank ``ranks[i]``, int64 [packs]. A group of one
+    rank has whole segments. Raises ValueError as ``cut`` does.
+    """
+    counts = np.diff(laid.first_segment)
+    size, rank = np.repeat(sizes, counts), np.repeat(ranks, counts)
+    length, wide = laid.stop - laid.start, size > 1
+    _check_even(
+        length, np.where(wide, 2 * size, 1), "segment", "Every sample is padded to twice the ranks of its group"
+    )
+    chunk = np.where(wide, length // (2 * size), length)
+    pieces = 1 + wide
+    before = np.append(0, np.cumsum(pieces))
+    segment = np.repeat(np.arange(len(size)), pieces)
+    second = np.arange(len(segment)) != before[segment]
+    start = np.where(wide, laid.start + rank * chunk, laid.start)[segment]
+    start = np.where(second, (laid.stop - (rank + 1) * chunk)[segment], start)
+    return Slices(start, start + chunk[segment], segment, before[laid.first_segment])
+
+
+def _check_even(sizes: I64, parts: int | I64, noun: str, advice: str) -> None:
     """Raise ValueError, which names the first wrong size, unless all ``sizes`` are multiples of ``parts``."""
     ragged = sizes % parts != 0
     if ragged.any():
         at = int(np.argmax(ragged))
-        raise ValueError(f"got {int(sizes[at])} tokens in {noun} {at}, expected a multiple of {parts}. {advice}")
+        unit = parts if isinstance(parts, int) else int(parts[at])
+        raise ValueError(f"got {int(sizes[at])} tokens in {noun} {at}, expected a multiple of {unit}. {advice}")
 
 
 def _intersect(laid: Layouts, intervals: list[tuple[I64, I64]]) -> Slices:

@@ -22,6 +22,7 @@ def frames_for(fields: tuple[Field, ...], mesh: Mesh, layout: str) -> list[str]:
     if 0 < mesh.pp_rank < mesh.pp - 1:
         return [field.name for field in fields if field.name == POSITION_IDS]
     names = [field.name for field in fields if not field.of_media]
-    cut = mesh.cp > 1 and layout != "whole" and LABELS not in names
+    cut = (mesh.cp > 1 and layout != "whole") or layout.startswith("dynamic")
+    cut = cut and LABELS not in names
     media = [MEDIA] if len(names) < len(fields) and mesh.pp_rank == 0 else []
     return [INPUT_IDS, *([EDGES] if cut else []), *names, *media]

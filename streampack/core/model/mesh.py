@@ -1,12 +1,18 @@
-"""The mesh of the trainers: sizes, the ranks of one process, and the ranks that read."""
+"""The mesh of the trainers: sizes, the ranks of one process, the ranks that read, and groups of context parallelism."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import lcm
 from typing import Annotated
 
+import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
 from streampack.core.model.bounded import Small
+from streampack.core.model.samples import I64
+from streampack.core.model.shapes import Shape, check_shape, check_widths, own_widths
 
 
 class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +70,95 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         names = ("dp", "cp", "tp", "pp")
         return " ".join(f"{n}={r}/{s}" for n, r, s in zip(names, self.ranks, self.sizes, strict=True))
+
+
+class DynamicCp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of dynamic context parallelism: each sample gets as many ranks as it needs.
+
+    DEAL plans groups of 1, 2, 4 or more consecutive ranks of the dp x cp ranks. The settings are no recorded rules.
+    They are the ``layout`` of the feed, which every reader gets when it attaches.
+    """
+
+    rank_tokens: Annotated[int, Meta(ge=2, lt=2**31)]
+    """Most tokens of a rank in a micro-batch."""
+    max_group: Annotated[int, Meta(ge=1, le=4096)]
+    """Most ranks of a group."""
+    node: Annotated[float, Meta(ge=0, le=64)] = 0.0
+    """Cost of the exchange of a token within a node, over the cost of its computation."""
+    across: Annotated[float, Meta(ge=0, le=64)] = 0.0
+    """The same across nodes."""
+    node_ranks: Annotated[int, Meta(ge=1, le=4096)] = 8
+    """Ranks of a node."""
+    planner: Annotated[int, Meta(ge=1, le=1)] = 1
+    """Version of the planner: another version makes other plans."""
+
+    @property
+    def layout(self) -> str:
+        """The settings as the name of a layout."""
+        values = (f"{name}={value}" for name, value in msgspec.structs.asdict(self).items())
+        return " ".join(("dynamic", *values))
+
+    @staticmethod
+    @lru_cache
+    def of(layout: str) -> DynamicCp | None:
+        """Return the settings that a layout names; None for a layout that is not dynamic.
+
+        Raises ValueError for settings that this version does not know.
+
+        >>> DynamicCp.of(DynamicCp(rank_tokens=8192, max_group=64).layout).rank_tokens
+        8192
+        """
+        kind, *values = layout.split()
+        if kind != "dynamic":
+            return None
+        return msgspec.convert(dict(value.partition("=")[::2] for value in values), DynamicCp, strict=False)
+
+    def largest_group(self, ranks: int) -> int:
+        """Return the ranks of the largest group of a mesh of ``ranks`` dp x cp ranks, a power of two."""
+        return 1 << (min(self.max_group, ranks).bit_length() - 1)
+
+    def aligns(self, sizes: I64, align: int) -> I64:
+        """Return the multiple to which samples are padded in groups of ``sizes`` ranks, int64 [groups].
+
+        ``align`` is ``align.sample``; each sample of a group of several ranks is cut into two chunks for each of them.
+        """
+        return np.where(sizes > 1, np.lcm(align, 2 * sizes), align)
+
+    def widths(self, slots: I64, sizes: I64, shape: Shape, align: int) -> I64:
+        """Return the tokens T of packs for groups of ``sizes`` ranks, int64 [packs]; each rank has T / size.
+
+        ``slots`` int64 [packs] are the aligned tokens of a pack. ``align`` is ``align.pack``.
+        """
+        return sizes * own_widths(-(-slots // sizes), shape, self.rank_tokens, lcm(2, align))
+
+    def check_widths(self, widths: I64, sizes: I64, shape: Shape, align: int) -> None:
+        """Raise ValueError for tokens T of a pack that ``widths`` does not return, or for a group of another size."""
+        if ((sizes < 1) | (sizes > self.max_group) | (sizes & (sizes - 1) != 0)).any() or (widths % sizes).any():
+            raise ValueError(
+                f"got packs of {widths.tolist()[:8]} tokens for groups of {sizes.tolist()[:8]} ranks, expected powers "
+                f"of two up to {self.max_group}, which divide the tokens"
+            )
+        check_widths(widths // sizes, shape, self.rank_tokens, lcm(2, align))
+
+    def refusal(self, ranks: int, budget: int, shape: Shape, align: int) -> str:
+        """Return why a mesh of ``ranks`` dp x cp ranks cannot read packs of the ``budget``; empty if it can.
+
+        ``align`` is ``align.pack``.
+        """
+        unit, most = lcm(2, align), self.rank_tokens * self.largest_group(ranks)
+        if self.rank_tokens % unit:
+            return f"got rank_tokens={self.rank_tokens}, expected a multiple of {unit}: of 2, and of align.pack={align}"
+        if budget > most:
+            return (
+                f"got a budget of {budget} tokens with {ranks} dp x cp ranks, expected at most {most}: a group of "
+                f"{self.largest_group(ranks)} ranks with rank_tokens={self.rank_tokens}. Raise rank_tokens or "
+                f"max_group, lower `rules.budget`, or use more ranks"
+            )
+        try:
+            check_shape(shape, self.rank_tokens, unit)
+        except ValueError as error:
+            return f"{error}, where the budget is rank_tokens"
+        return ""
 
 
 class ReadBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

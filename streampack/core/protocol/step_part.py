@@ -9,8 +9,9 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from streampack.core.columns.step_columns import OptionalColumns
-from streampack.core.model.bounded import Name, Small, Text
+from streampack.core.model.bounded import Digest, Name, Small, Text
 from streampack.core.model.fields import MAX_FIELDS
+from streampack.core.model.mesh import DynamicCp
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import check_widths
@@ -34,6 +35,18 @@ class StepStage(Struct, frozen=True, omit_defaults=True):
     def text(self) -> str:
         """The name of the stage, or its number."""
         return self.name or str(self.number)
+
+
+class Deal(Struct, frozen=True):
+    """The plan by which a step was dealt to groups of ranks, with dynamic context parallelism.
+
+    Attributes:
+        number: Number of the deal: steps that are dealt anew for other ranks have a higher one.
+        digest: Digest of the groups, and of the samples in each.
+    """
+
+    number: Count
+    digest: Digest
 
 
 class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so OptionalColumns come last
@@ -63,9 +76,12 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
         widths_u32: [p], T of each pack; empty if the rules' shape is ``fixed``, and T is the budget.
         rows_u32: [p], tokens of a row of each pack, if the rules are ``padded``: a row for each sample, and at most
             one more of padding.
+        group_firsts_u32, group_sizes_u32: [p], the first dp x cp rank and the number of ranks that share each pack,
+            with dynamic context parallelism; else empty.
         request: Number of the Get that this part answers. Parts of one request come in order, so a part before its
             turn shows that others are lost.
         stage: The stage of the step; UNSET for the first. Each part has it, so that it can be read alone.
+        deal: The plan of the groups; UNSET without dynamic context parallelism. All parts of a step have the same.
     """
 
     TYPE: ClassVar[int] = 31
@@ -91,6 +107,26 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
     rows_u32: bytes = b""
     request: Count = msgspec.field(default=0, name="resend")
     stage: StepStage | UnsetType = UNSET
+    group_firsts_u32: bytes = b""
+    group_sizes_u32: bytes = b""
+    deal: Deal | UnsetType = UNSET
+
+    def groups(self, dynamic: DynamicCp, ranks: int) -> tuple[I64, I64]:
+        """Return the first rank and the size of each pack's group, int64 [p] each, of ``ranks`` dp x cp ranks.
+
+        Raises ValueError for groups that are not aligned powers of two within the ranks.
+        """
+        columns = self.group_firsts_u32, self.group_sizes_u32
+        if any(len(column) != len(self.counts_u32) for column in columns) or self.deal is UNSET:
+            raise ValueError(f"got {[*map(len, columns)]} bytes of groups, expected {len(self.counts_u32)} and a deal")
+        firsts, sizes = (np.frombuffer(column, "<u4").astype(np.int64) for column in columns)
+        wrong = (sizes < 1) | (sizes & (sizes - 1) != 0) | (sizes > dynamic.max_group) | (firsts + sizes > ranks)
+        if (wrong | (firsts % np.maximum(sizes, 1) != 0)).any():
+            raise ValueError(
+                f"got groups of {sizes.tolist()[:8]} ranks from ranks {firsts.tolist()[:8]} on, expected aligned "
+                f"powers of two up to {dynamic.max_group} within {ranks} ranks"
+            )
+        return firsts, sizes
 
     def rules_of(self, first: Rules) -> Rules:
         """Return the rules to build the packs with; ``first`` are the run's first rules."""

@@ -52,6 +52,8 @@ class Attach(ReaderMessage, frozen=True, kw_only=True):
         starvation: The reader's data wait so far, by cause.
         route_changes: Times that the reader has changed between its relay and the broker itself, or to another
             address. The broker ignores an ``Attach`` with a lower number than before.
+        dealt_by: Layout by which the steps of this attempt were dealt so far; absent for a reader that was not attached
+            before. The broker refuses to go on by another layout.
         knows_stages: True if the client builds each step by the rules of the step (``StepPart.stage``). Versions before
             0.2 do not know the field; a relay of such a version drops it.
     """
@@ -73,6 +75,7 @@ class Attach(ReaderMessage, frozen=True, kw_only=True):
     starvation: Starvation | None = None
     route_changes: Count = msgspec.field(default=0, name="path")
     knows_stages: bool | UnsetType = UNSET
+    dealt_by: Name | UnsetType = UNSET
 
     def forbidden_by(self, rights: Rights) -> str:
         """Return an error text if a key may not read the feed as this rank."""

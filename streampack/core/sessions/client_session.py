@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
 
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.phases import Phases
@@ -132,6 +132,8 @@ class ClientSession:
     _ask_again: Backoff = field(init=False)
     _going_on: int = -1
     """Lineage of the last ``Attached`` message since this reader began to read; -1 before that message."""
+    _dealt_by: str | UnsetType = UNSET
+    """Layout of the last ``Attached`` message."""
     _question: Question | None = None
     _end: End | None = None
     phases: Phases[ClientPhase] = field(init=False)
@@ -387,6 +389,7 @@ class ClientSession:
             self._last_attempt = self.epoch, attempt
         self.phases.go(ANSWERED[self.phase])
         self._going_on = message.lineage if self._begun else -1
+        self._dealt_by = message.layout
         self._pings.every_s = message.ping_s
         self._pings.hurry(self._now)
         return self._request_missing()
@@ -488,6 +491,7 @@ class ClientSession:
             readers=self.readers, ready=self._begun, lineage=self.lineage, snapshot_digest=self._digest,
             going_on=self._going_on, variable_lengths=self.variable_lengths, starvation=self.starvation,
             route_changes=self.route_changes, knows_stages=self.knows_stages,
+            dealt_by=self._dealt_by if self._going_on >= 0 else UNSET,
         )  # fmt: skip
         return self._send(attach)
 

@@ -109,6 +109,8 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "mesh": st.builds(lambda d, c, t: {"dp": d, "cp": c, "tp": t, "dp_rank": d - 1}, _MESH, _MESH, _MESH),
     "readers": st.sampled_from([{}, {}, {"tp": [0]}, {"pp": [-1], "tp": [1, 9]}]),
     "share": st.just("prefix"),
+    "dealt_by": st.sampled_from(["zigzag", "zigzag", "zigzag", "whole"]),
+    "deal": st.builds(lambda number: {"number": number, "digest": b"1"}, _SMALL),
     "stage": st.sampled_from([{"number": 1}, {"number": 2, "name": "long", "rules": {"budget": 32}}]),
     "refused": st.dictionaries(_NAMES, st.binary(max_size=8), max_size=2),
     "ping_s": st.sampled_from([0.1, 1.0, 60.0]),

@@ -117,6 +117,11 @@ def plan_groups(
     return _plan(lengths, ranks, rank_tokens, levels_of(min(max_group, ranks), align, costs), costs)
 
 
+def warm_up() -> None:
+    """Compile the kernels, or load them from the disk, by planning a small step."""
+    plan_groups(np.array([20, 4, 4]), 2, 16, 2, CpCosts(node=0.1))
+
+
 def plan_uniform(
     lengths: I64, ranks: int, rank_tokens: int, size: int, costs: CpCosts, align: int = 1
 ) -> CpPlan:  # fmt: skip

@@ -1,0 +1,171 @@
+"""A feed with ``cp: dynamic``: each rank gets its shard of the packs of its groups, and the steps stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streampack as sp
+from streampack.config.typed_yaml import convert
+from streampack.core.model.mesh import Mesh
+from streampack.errors import ConfigError, InvariantError, UserError
+from streampack.packs.pack import Pack
+from streampack.packs.step import Step
+from streampack.sources import Source, SourceSettings, open_source
+from tests.integration.running import PATIENCE_S, folder, producing_here, running_broker, write_jsonl
+
+LENGTHS = [int(x) for x in np.random.default_rng(3).lognormal(3.5, 1.2, 400).clip(1, 500)]
+RULES: dict[str, Any] = {"budget": 512, "step": {"packs": 6}, "shape": "exact", "window": {"samples": 64}}
+DYNAMIC = {"cp": "dynamic", "rank_tokens": 64, "max_group": 8, "exchange": {"node": 0.05, "across": 0.2}}
+
+
+def settings(feed: dict[str, Any], **planned: int) -> dict[str, Any]:
+    return {
+        "rules": RULES, "feeds": {"train": feed}, "planned_mesh": planned, "streams": {"web": {"partitions": 1}},
+        "fields": {"weight": {"dtype": "float32"}, "whole": {"dtype": "int32", "cp": "replicate"}},
+    }  # fmt: skip
+
+
+def tokens_of(sample: int) -> list[int]:
+    return [(sample * 7 + at * 3) % 60000 for at in range(LENGTHS[sample])]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    rows = [
+        {"tokens": tokens_of(i), "weight": [t / 2 for t in tokens_of(i)], "whole": tokens_of(i)}
+        for i in range(len(LENGTHS))
+    ]
+    file = write_jsonl(tmp_path_factory.mktemp("data") / "web.jsonl", rows)
+    return open_source(convert({"source": "jsonl", "shards": str(file)}, SourceSettings))
+
+
+def read_ranks(broker: Any, source: Source, dp: int, cp: int, **options: Any) -> list[list[Step[Pack]]]:
+    def read(rank: int) -> list[Step[Pack]]:
+        mesh = {"dp": dp, "cp": cp, "dp_rank": rank // cp, "cp_rank": rank % cp}
+        with sp.connect(broker.trainers, mesh=mesh, format="numpy", **options) as loader:
+            steps = list(loader.steps())
+            for step in steps:
+                tuple(step)  # made while the client lives
+            return steps
+
+    with producing_here(broker.producers, {"web": source}), ThreadPoolExecutor(dp * cp) as pool:
+        return list(pool.map(read, range(dp * cp), timeout=PATIENCE_S))
+
+
+@pytest.fixture(scope="module")
+def dynamic(source: Source) -> Iterator[list[list[Step[Pack]]]]:
+    with running_broker(settings(DYNAMIC, dp=2, cp=4)) as broker:
+        yield read_ranks(broker, source, 2, 4, verify=True)
+
+
+def test_steps_are_those_of_static_cp_on_any_mesh(source: Source, dynamic: list[list[Step[Pack]]]) -> None:
+    digests = [step.digest for step in dynamic[0]]
+    assert len(digests) > 3
+    assert all([step.digest for step in steps] == digests for steps in dynamic)
+    with running_broker(settings({})) as broker:
+        assert [step.digest for step in read_ranks(broker, source, 1, 1)[0]] == digests
+    with running_broker(settings(DYNAMIC | {"rank_tokens": 256}, dp=2)) as broker:
+        assert [step.digest for step in read_ranks(broker, source, 2, 1)[0]] == digests
+
+
+def test_the_shards_of_a_group_are_its_pack_and_every_sample_is_in_one_pack(dynamic: list[list[Step[Pack]]]) -> None:
+    sizes = set()
+    seen: list[int] = []
+    for steps in zip(*dynamic, strict=True):
+        ids = []
+        for packs in zip(*map(tuple, steps), strict=True):
+            covered: list[int] = []
+            while len(covered) < 8:
+                first = len(covered)
+                lead = packs[first]
+                assert lead.cp_ranks is not None
+                assert lead.cp_ranks[0] == first
+                group = packs[first : first + lead.cp_ranks[1]]
+                covered += range(first, first + len(group))
+                sizes.add(len(group))
+                check_group(group)
+                ids += lead.sample_ids[:, 1].tolist()
+        assert len(ids) == steps[0].num_samples
+        seen += ids
+    assert sorted(seen) == list(range(len(LENGTHS)))
+    assert {1, 8} < sizes
+
+
+def check_group(group: tuple[Pack, ...]) -> None:
+    """Check that the shards of a group make up its pack, with the labels and fields that the pack has."""
+    total = int(group[0].cu_seqlens_padded[-1])
+    ids, labels, positions = np.full((3, total), -1)
+    weights = np.zeros(total)
+    for rank, pack in enumerate(group):
+        assert (pack.cp_size, pack.cp, pack.cp_rank) == (len(group), len(group), rank)
+        assert len(pack.input_ids) == total // len(group) <= 64
+        assert pack.sample_ids.tolist() == group[0].sample_ids.tolist()
+        at = pack.positions()
+        assert (ids[at] == -1).all()
+        ids[at], labels[at], positions[at] = pack.input_ids, pack.labels, pack.position_ids
+        weights[at] = pack.fields["weight"]
+    for begin in group[0].cu_seqlens_padded[: group[0].num_samples].tolist():
+        sample = int(ids[begin]) // 7  # by its first token
+        end, tokens = begin + LENGTHS[sample], tokens_of(sample)
+        assert ids[begin:end].tolist() == tokens
+        assert labels[begin:end].tolist() == [*tokens[1:], -100]
+        assert positions[begin:end].tolist() == list(range(len(tokens)))
+        assert weights[begin:end].tolist() == [token / 2 for token in tokens]
+        assert group[-1].fields["whole"][begin:end].tolist() == tokens
+
+
+def test_verify_knows_the_groups_of_all_ranks(dynamic: list[list[Step[Pack]]]) -> None:
+    steps = [steps[0] for steps in dynamic]
+    sp.verify(steps)
+    pack = next(pack for pack in steps[1] if pack.cp_size == 2)
+    assert pack.cp_ranks == (0, 2)
+    with pytest.raises(InvariantError, match=r"cp_rank: step 0, pack \d+: got 1, expected 3"):
+        sp.verify(pack, mesh=Mesh(dp=2, cp=4, cp_rank=3))
+    broken = replace(pack, cp_ranks=(1, 2))
+    with pytest.raises(
+        InvariantError, match=r"cp_ranks: .* got 2 ranks from 1 on and cp_rank 1, expected a power of two"
+    ):
+        sp.verify(broken)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("feed", "planned", "line"),
+    [
+        ({"cp": "dynamic"}, {}, "got `cp: dynamic` without rank_tokens"),
+        (DYNAMIC | {"cp_layout": "whole"}, {"dp": 8}, "got `cp: dynamic` with `cp_layout: whole`"),
+        ({"rank_tokens": 64}, {}, "got rank_tokens without `cp: dynamic`"),
+        (
+            DYNAMIC | {"max_group": 4},
+            {"dp": 8},
+            "got a budget of 512 tokens with 8 dp x cp ranks, expected at most 256",
+        ),
+        (DYNAMIC, {"dp": 6}, "got a budget of 512 tokens with 6 dp x cp ranks, expected at most 256"),
+        (DYNAMIC | {"rank_tokens": 65}, {"dp": 8}, "got rank_tokens=65, expected a multiple of 2"),
+    ],
+)
+def test_a_feed_that_no_group_can_serve_is_refused_at_start(
+    feed: dict[str, Any], planned: dict[str, int], line: str, tmp_path: Path
+) -> None:
+    from streampack.config.config_validation import checked
+    from streampack.config.daemon_settings import BrokerConfig
+
+    with pytest.raises((ConfigError, ValueError), match=line):
+        checked(convert(settings(feed, **planned), BrokerConfig))
+
+
+def test_a_mesh_or_format_that_groups_cannot_serve_is_refused(source: Source) -> None:
+    with folder(), running_broker(settings(DYNAMIC, dp=2, cp=4)) as broker:
+        with pytest.raises(UserError, match="got `cp: dynamic` with pp=2, expected a feed without it"):
+            sp.connect(broker.trainers, mesh={"dp": 8, "dp_rank": 0, "pp": 2, "pp_rank": 0}, format="numpy")
+        with pytest.raises(UserError, match="with 4 dp x cp ranks, expected at most 256"):
+            sp.connect(broker.trainers, mesh={"dp": 4, "dp_rank": 0}, format="numpy")
