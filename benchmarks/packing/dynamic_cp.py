@@ -14,6 +14,8 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from runpy import run_path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,7 +60,9 @@ def _draw(kind: str, rng: np.random.Generator, n: int = 4096) -> NDArray[np.floa
 
 
 def main() -> None:
-    args = arguments(__doc__, "8 and 64 ranks only").parse_args()
+    parser = arguments(__doc__, "8 and 64 ranks only")
+    parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM, whose scheduler plans the same steps")
+    args = parser.parse_args()
     report, rows = head("dynamic_cp"), []
     for ranks in RANKS[:2] if args.quick else RANKS:
         for kind in KINDS:
@@ -90,7 +94,52 @@ def main() -> None:
                 **row
             )
         )
+    if args.megatron:
+        _beside_megatron(args.megatron)
     say(report | {"rows": rows, "times": timed}, args.json)
+
+
+def _beside_megatron(checkout: Path) -> None:
+    """Print the critical paths and times of Megatron-LM's hybrid scheduler and of the planner, for the same steps."""
+    names = ("megatron", "megatron.core", "megatron.core.parallel_state", "megatron.core.rerun_state_machine")
+    modules = {name: ModuleType(name) for name in names}
+    vars(modules["megatron.core"])["parallel_state"] = modules["megatron.core.parallel_state"]
+    vars(modules["megatron.core.rerun_state_machine"])["RerunDataIterator"] = object
+    sys.modules.update(modules)  # the scheduler needs nothing of them
+    scheduling = run_path(str(checkout / "megatron/core/pipeline_parallel/hybrid_cp_schedule.py"))
+    for ranks in RANKS[:2]:
+        for kind in KINDS:
+            lengths = lengths_of(kind, ranks)
+            scheduler = scheduling["BalancedCPScheduler"](RANK_TOKENS, SimpleNamespace(size=lambda ranks=ranks: ranks))
+            began = time.process_time()
+            _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
+            ms = 1e3 * (time.process_time() - began)
+            work = float((WITHOUT.a * lengths + WITHOUT.b * lengths.astype(np.float64) ** 2).sum()) / ranks
+            theirs = [_path_of_groups(lengths, groups, costs) / work for costs in (WITHOUT, WITH)]
+            plans = [_timed(lengths, ranks, costs) for costs in (WITHOUT, WITH)]
+            costs = zip((WITHOUT, WITH), plans, strict=True)
+            ours = [_checked(lengths, plan, ranks, cost) / work for cost, (plan, _) in costs]
+            print(
+                f"{kind:<10} N={ranks:<5} n={len(lengths):<6} Megatron {theirs[0]:.3f}, with exchange {theirs[1]:.3f}, "
+                f"{ms:.0f} ms; planner {ours[0]:.3f}, {ours[1]:.3f}, {plans[0][1]:.1f} and {plans[1][1]:.1f} ms"
+            )
+
+
+def _path_of_groups(lengths: I64, groups: list[list[list[int]]], costs: CpCosts) -> float:
+    """Return the sum of the costliest ranks of Megatron's groups, which are sample numbers by [group, rank]."""
+    critical = 0.0
+    for by_rank in groups:
+        ranks_of: dict[int, list[int]] = {}
+        for rank, samples in enumerate(by_rank):
+            for sample in samples:
+                ranks_of.setdefault(sample, []).append(rank)
+        load = np.zeros(len(by_rank))
+        for sample, ranks in ranks_of.items():
+            tokens, size = float(lengths[sample]), len(ranks)
+            link = costs.node if size <= costs.ranks_of_node else costs.across
+            load[ranks] += ((costs.a + costs.b * tokens) * tokens + link * costs.a * tokens * (size - 1)) / size
+        critical += float(load.max())
+    return critical
 
 
 def _times(kind: str, ranks: int, samples: int) -> dict[str, Any]:
