@@ -16,7 +16,7 @@ two short samples through the model. The gradient of the second sample's outputs
 embeddings must be 0, which masked attention gives exactly in any precision.
 
 In Gemma 3, tokens of an image see each other in both directions. transformers 5.24 computes the masks of a pack from
-positions in each sample, and looks up the image of a token at that position in the pack, which is another token. So
+positions in each sample. It looks up the image of a token at that position in the pack, which is another token. So
 packs with ``token_type_ids`` get their masks here.
 """
 
