@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -44,25 +45,34 @@ def broker_of(mode: str, path: Path) -> Iterator[str]:
         yield broker.trainers
 
 
+def run_ranks(path: Path, arguments: list[str], code: int) -> None:
+    """Run all ranks of NeMo-RL's worker until they end with this exit code."""
+    assert CHECKOUT is not None
+    program = "tests.integration.frameworks.nemo_rl.worker_rank"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen([sys.executable, "-m", program, CHECKOUT, str(rank), port, str(path / "rank"), *arguments])
+        for rank in range(DP)
+    ]
+    try:
+        assert [rank.wait(600) for rank in ranks] == [code] * DP
+    finally:
+        for each in ranks:
+            each.kill()
+
+
 @pytest.mark.skipif(CHECKOUT is None, reason="set STREAMPACK_NEMO_RL to a checkout of NVIDIA-NeMo/RL")
 def test_the_worker_of_nemo_rl_has_the_micro_batches_and_losses_of_its_own_split(tmp_path: Path) -> None:
     """With STREAMPACK_WRITE_GOLDEN=1, also store what NeMo-RL's own split has."""
-    assert CHECKOUT is not None
-    with socket.socket() as free, ExitStack() as stack:
-        free.bind(("127.0.0.1", 0))
+    with ExitStack() as stack:
         modes = [f"{mode}={stack.enter_context(broker_of(mode, tmp_path))}" for mode in MODES]
-        program = "tests.integration.frameworks.nemo_rl.worker_rank"
-        port = str(free.getsockname()[1])
-        free.close()
-        ranks = [
-            subprocess.Popen([sys.executable, "-m", program, CHECKOUT, str(rank), port, str(tmp_path / "rank"), *modes])
-            for rank in range(DP)
-        ]
-        try:
-            assert [rank.wait(600) for rank in ranks] == [0] * DP
-        finally:
-            for each in ranks:
-                each.kill()
+        run_ranks(tmp_path, modes, 0)
+        feeds = dict(each.split("=", 1) for each in modes)
+        for mode, endpoint in feeds.items():
+            run_ranks(tmp_path, ["dies_at=9", f"{mode}={endpoint}"], -signal.SIGKILL)
+            run_ranks(tmp_path, ["dies_at=-1", f"{mode}={endpoint}"], 0)
     found = [rollouts.results_of(tmp_path / f"rank.{rank}.json") for rank in range(DP)]
     golden: dict[str, Any] = {}
     for mode in MODES:
@@ -74,6 +84,11 @@ def test_the_worker_of_nemo_rl_has_the_micro_batches_and_losses_of_its_own_split
         np.testing.assert_allclose(ours[0]["losses"], theirs[0]["losses"], rtol=0, atol=1e-6)
         np.testing.assert_allclose(ours[0]["losses"], found[0][f"{mode} alone"], rtol=0, atol=1e-6)
         np.testing.assert_allclose(ours[0]["logprobs_sum"], theirs[0]["logprobs_sum"], rtol=1e-6)
+        lines = [json.loads(line) for line in (tmp_path / f"rank.{mode}.lines").read_text().splitlines()]
+        assert [step for step, _ in lines] == [*range(10), *range(8, STEPS)], "killed after step 9, saved after step 7"
+        by_page = [loss for _, loss in lines]
+        np.testing.assert_allclose(by_page[:8] + by_page[10:], ours[0]["losses"], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(by_page[8:10], by_page[10:12], rtol=0, atol=1e-12)
         golden[mode] = {
             "losses": theirs[0]["losses"], "logprobs_sum": theirs[0]["logprobs_sum"],
             **{name: [one[name] for one in theirs] for name in ("train", "logprobs")},

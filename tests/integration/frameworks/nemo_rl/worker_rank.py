@@ -1,5 +1,8 @@
 """One rank of NeMo-RL's own policy worker on the CPU: python worker_rank.py CHECKOUT RANK PORT OUT MODE=ENDPOINT ...
 
+With ``dies_at=STEP`` as the first mode, the rank runs the loop of docs/how-to/rl-frameworks.md instead. It goes on from
+the worker's last checkpoint, and kills itself after that step; -1: it runs to the end.
+
 Stand-ins take the place of CUDA, NCCL, Ray's placement and flash-attn; modules that only other workers need are empty.
 torch.float32 stands for float64, since the worker casts to it. For each mode, the worker trains 20 steps on
 streampack's micro-batches, then on those of ``Policy._shard_for_train`` and ``_shard_for_logprob``. Rank 0 also
@@ -8,15 +11,18 @@ computes every step in one process, one sample at a time.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import itertools
 import json
 import os
+import signal
 import sys
 import types
 import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -25,6 +31,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import streampack
+from tests.docs.pages import BLOCKS
 from tests.integration.frameworks.nemo_rl import rollouts
 from tests.integration.frameworks.nemo_rl.rollouts import DP
 
@@ -136,6 +143,41 @@ def alone(steps: list[list[int]], loss_fn: Any, prepare: Any) -> list[float]:
     return losses
 
 
+class AllSteps(Exception):
+    """The loop has done all steps."""
+
+
+def train_as_the_page(worker: Any, loss_fn: Any, out: str, rank: int, dies_at: int, mode: str, endpoint: str) -> None:
+    """Run the page's loop; write a line (step, loss) for each step, and a checkpoint after each fourth."""
+    [code] = [block.code for block in BLOCKS if "def train_on_stream(" in block.code]
+    names: dict[str, Any] = {}
+    exec(compile(code, "rl-frameworks.md", "exec"), names)
+    worker.cfg |= rollouts.batching(mode)
+    worker.enable_seq_packing = worker.cfg["sequence_packing"]["enabled"]
+    at, resume = Path(f"{out}.{mode}.state.json"), None
+    if at.exists():
+        step, resume = json.loads(at.read_text())
+        worker.load_checkpoint(f"{out}.{mode}.weights.{step}", f"{out}.{mode}.optimizer.{step}")
+
+    def save(step: int, state: Any, metrics: Any) -> None:
+        if rank == 0:
+            with open(f"{out}.{mode}.lines", "a") as lines:
+                lines.write(json.dumps([step, metrics["global_loss"].item() / DP]) + "\n")
+        if step % 4 == 3:
+            worker.save_checkpoint(f"{out}.{mode}.weights.{step}", f"{out}.{mode}.optimizer.{step}")
+            if rank == 0:
+                at.write_text(json.dumps([step, state]))
+        torch.distributed.barrier()
+        if step == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step + 1 == rollouts.STEPS:
+            raise AllSteps
+
+    more = rollouts.ROUND[mode]
+    with contextlib.suppress(AllSteps):
+        names["train_on_stream"](worker, loss_fn, endpoint, rollouts.FORWARD_BUDGET, save, resume, **more)
+
+
 def main(checkout: str, rank: str, port: str, out: str, *modes: str) -> None:
     os.environ |= {
         "RANK": rank,
@@ -160,6 +202,11 @@ def main(checkout: str, rank: str, port: str, out: str, *modes: str) -> None:
     with OnCpu():
         tokenizer = SimpleNamespace(eos_token_id=0, pad_token_id=0)
         worker = worker_type(config, tokenizer, init_reference_model=False)
+        if modes[0].startswith("dies_at="):
+            dies_at = int(modes[0].removeprefix("dies_at="))
+            for each in modes[1:]:
+                train_as_the_page(worker, loss_fn, out, int(rank), dies_at, *each.split("=", 1))
+            return
         start = {name: value.clone() for name, value in worker.model.state_dict().items()}
         shapes: list[list[int]] = []  # of the model's inputs
         worker.model.register_forward_pre_hook(
