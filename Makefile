@@ -41,11 +41,13 @@ $(SERVICE): $(BIN)/python pyproject.toml constraints.txt
 	$(call install,-e '.[service]')
 	@touch $@
 
-$(DEV): $(BIN)/python pyproject.toml constraints.txt requirements-frameworks.txt requirements-veomni.txt
+$(DEV): $(BIN)/python pyproject.toml constraints.txt requirements-frameworks.txt requirements-veomni.txt requirements-megatron.txt
 	$(call install,-e '.[dev]')
 	$(call install,--no-deps -r requirements-frameworks.txt)
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps --upgrade \
 		--target $(VENV)/veomni -r requirements-veomni.txt
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps --upgrade --python-version 3.12 \
+		--only-binary :all: --target $(VENV)/megatron -r requirements-megatron.txt
 	@touch $@ $(SERVICE) $(DOCS)
 
 $(DOCS): $(BIN)/python pyproject.toml constraints.txt

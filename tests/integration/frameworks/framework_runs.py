@@ -53,9 +53,9 @@ def write_rows(path: Path) -> Path:
 
 
 @contextmanager
-def serving_rows(rows: Path, rules: dict[str, Any]) -> Iterator[RunningBroker]:
+def serving_rows(rows: Path, rules: dict[str, Any], **settings: Any) -> Iterator[RunningBroker]:
     """A broker that serves a file of rows in its order."""
-    with running_broker({"rules": rules, "streams": {"data": {"partitions": 1}}}) as broker:
+    with running_broker({"rules": rules, "streams": {"data": {"partitions": 1}}, **settings}) as broker:
         streams = {"data": {"source": "jsonl", "shards": str(rows), "shuffle": False}}
         settings = {"broker": broker.producers, "processes": 1, "streams": streams}
         with running("producer", "produce", "-c", write(broker.rendezvous.parent / "p.yaml", settings)):
@@ -72,17 +72,17 @@ class Job:
 
 
 def run_jobs(
-    program: str, jobs: Mapping[str, Job], folder: Path, rows: Path, packages: Path | None = None
+    program: str, jobs: Mapping[str, Job], folder: Path, rows: Path, packages: Path | None = None, **environment: str
 ) -> dict[str, list[Line]]:
-    """The lines of each job, one after another: ``program`` is a module beside this one.
+    """The lines of each job, one after another: ``program`` is a module beside this one, or in a folder beside it.
 
     ``packages``: a folder with packages that the program needs instead of those that are installed.
     """
-    script = str(Path(__file__).with_name(f"{program}.py"))
+    script = str(Path(__file__).parent / f"{program.replace('.', '/')}.py")
     outputs = {name: folder / f"{name}.txt" for name in jobs}
     todo = [[script, job.arguments, job.dies_at, job.ranks, str(outputs[name])] for name, job in jobs.items()]
     paths = os.pathsep.join(map(str, filter(None, (packages, ROOT))))
-    told = os.environ | {"PYTHONPATH": paths, ROWS: str(rows), "OMP_NUM_THREADS": "1"}
+    told = os.environ | {"PYTHONPATH": paths, ROWS: str(rows), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-m", f"tests.integration.frameworks.{program}", json.dumps(todo)]
     done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
     said = {name: output.read_text() if output.exists() else "" for name, output in outputs.items()}
