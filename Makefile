@@ -47,7 +47,7 @@ $(DEV): $(BIN)/python pyproject.toml constraints.txt requirements-frameworks.txt
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps --upgrade \
 		--target $(VENV)/veomni -r requirements-veomni.txt
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps --upgrade --python-version 3.12 \
-		--only-binary :all: --target $(VENV)/megatron -r requirements-megatron.txt
+		--ignore-requires-python --only-binary :all: --target $(VENV)/megatron -r requirements-megatron.txt
 	@touch $@ $(SERVICE) $(DOCS)
 
 $(DOCS): $(BIN)/python pyproject.toml constraints.txt

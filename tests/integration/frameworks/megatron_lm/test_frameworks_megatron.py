@@ -217,12 +217,24 @@ def test_each_evaluation_is_over_the_same_steps_of_the_valid_feed(tmp_path: Path
         running_broker({"rules": rules, "streams": {"text": {}, "more": {}}, "feeds": feeds}) as broker,
         producing_here(broker.producers, {"text": source, "more": source}),
     ):
+
+        def of_chunks() -> list[list[Any]]:
+            """The packs of an evaluation, which two model chunks take in turns."""
+            virtual = arguments(eval_iters=3, eval_global_batch_size=2, virtual_pipeline_model_parallel_size=2)
+            provide = integrations.megatron.datasets_provider(
+                lambda: virtual, endpoint=broker.trainers, valid_feed="valid"
+            )
+            chunks = [provide(vp_stage=chunk) for chunk in range(2)]
+            return [[next(valid)["tokens"].tolist() for _, valid, _ in chunks] for _ in range(6)]
+
+        shared = of_chunks()
         provide = integrations.megatron.datasets_provider(lambda: args, endpoint=broker.trainers, valid_feed="valid")
         train, valid, test = provide()
         assert test is None
         assert next(train).num_micro_batches == 4
         packs = [pack["tokens"].tolist() for pack in islice(valid, 18)]
         assert packs[:6] == packs[6:12] == packs[12:]
+        assert shared == [[pack, pack] for pack in packs[:6]]
         assert len({str(pack) for pack in packs}) == 6
         train.close()
         valid.close()
