@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from streampack.training.attention import varlen_attention
     from streampack.training.loss import packed_loss, per_sample, reduce_metrics, target_logprobs
     from streampack.training.masks import block_causal_mask, block_causal_mask_mod, block_mask, document_ids
+    from streampack.training.process_groups import cp_groups
 
 __all__ = [
     "Client",
@@ -67,6 +68,7 @@ __all__ = [
     "block_causal_mask_mod",
     "block_mask",
     "connect",
+    "cp_groups",
     "document_ids",
     "local",
     "pack_lengths",
@@ -92,6 +94,7 @@ _LATER = {
     "block_causal_mask": "streampack.training.masks",
     "block_causal_mask_mod": "streampack.training.masks",
     "block_mask": "streampack.training.masks",
+    "cp_groups": "streampack.training.process_groups",
     "document_ids": "streampack.training.masks",
     "integrations": "streampack.integrations",
     "packed_loss": "streampack.training.loss",

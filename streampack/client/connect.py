@@ -48,6 +48,7 @@ class ConnectOptions(TypedDict, total=False):
     masks: Annotated[Literal["flex"] | None, None]
     static_shapes: Annotated[bool, False]
     media: Annotated[Media | None, None]
+    cp_groups: Annotated[Mapping[int, Any] | None, None]
     key_file: Annotated[str | Path | None, None]
     variable_lengths: Annotated[bool, False]
     verify: Annotated[bool, False]
@@ -115,6 +116,8 @@ def connect(
             ``max_samples_per_pack``, and the format ``thd``, ``hf`` or ``hf_shifted``.
         media: A ``Media``, which fetches and decodes the media that samples refer to. Without it, packs of the format
             ``numpy`` have the references, and other formats are refused.
+        cp_groups: The process groups of this rank by size, from ``streampack.cp_groups``, for a feed with
+            ``cp: dynamic``. Then ``batch.cp_group`` is the group of the ranks that share the batch.
         key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment
             variable STREAMPACK_KEY_FILE.
         variable_lengths: True if the pipeline's stages exchange micro-batches of any shape. Padded micro-batches on a
@@ -158,7 +161,7 @@ def connect(
         )
     views = Views(
         format, place, chosen["device"], verify, chosen["masks"], bool(chosen["static_shapes"]),
-        None if media is None else media.open(place),
+        None if media is None else media.open(place), chosen["cp_groups"],
     )  # fmt: skip
     _introduce_to_torch()
     patience, key = Patience(stall_s, join_s, timeout_s), find_key(chosen["key_file"])

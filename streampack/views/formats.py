@@ -52,11 +52,12 @@ def view(pack: Pack, format: str, rules: Rules, masks: str | None = None) -> Vie
 
 def views(
     columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs, masks: str | None = None,
-    static_shapes: bool = False,
+    static_shapes: bool = False, cp_groups: Mapping[int, Any] | None = None,
 ) -> list[View]:  # fmt: skip
     """Return several packs of a message as views in ``format``; new arrays lie in memory of ``slabs``.
 
-    With ``masks="flex"`` they have the tables of their ``BlockMask``.
+    With ``masks="flex"`` they have the tables of their ``BlockMask``. With ``cp_groups``, process groups by size, they
+    have the ``cp_group`` of the ranks that share them.
     """
     import torch
 
@@ -70,6 +71,8 @@ def views(
         keys, rest = _of_framework(format, columns, tensors.thd(sized, halves), slabs, rules)
         if static_shapes:
             rest["static_shapes"] = [True] * len(packs)
+        if cp_groups is not None:
+            rest["cp_group"] = [cp_groups.get(pack.cp) for pack in packs]
         if masks:
             rest["block_tables"] = [block_mask.table_tensor(pack, block_mask.BLOCK_SIZE, slabs) for pack in packs]
         parts = zip(_by_pack(keys, packs), packs, _by_pack(rest, packs), strict=True)
@@ -125,7 +128,7 @@ class Views:
 
     def __init__(
         self, format: str | None, mesh: Mesh, device: Any = None, verify: bool = False, masks: str | None = None,
-        static_shapes: bool = False, media: MediaFetcher | None = None,
+        static_shapes: bool = False, media: MediaFetcher | None = None, cp_groups: Mapping[int, Any] | None = None,
     ) -> None:  # fmt: skip
         has_torch = find_spec("torch") is not None
         self.format = format or ("thd" if has_torch else "numpy")
@@ -146,7 +149,9 @@ class Views:
         if masks is not None and self.format == "numpy":
             raise UserError(f"got masks={masks!r} with format 'numpy', expected a format with tensors, such as 'thd'")
         self._mesh, self._verify, self._given, self._masks = mesh, verify, format, masks
-        self._static_shapes, self.media = static_shapes, media
+        self._static_shapes, self.media, self._cp_groups = static_shapes, media, cp_groups
+        if cp_groups is not None and self.format == "numpy":
+            raise UserError("got cp_groups with format 'numpy', expected a format with tensors, such as 'thd'")
         self._last: Step | None = None
         self._slabs = Slabs()
         self._stream = None if self.format == "numpy" else side_stream(device)
@@ -185,7 +190,7 @@ class Views:
             packs = packs.shown(
                 partial(
                     views, format=self.format, rules=rules, slabs=self._slabs, masks=self._masks,
-                    static_shapes=self._static_shapes,
+                    static_shapes=self._static_shapes, cp_groups=self._cp_groups,
                 )
             )  # fmt: skip
         if regrouping is not None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from streampack.core.model.mesh import ReadBy
+from streampack.core.model.mesh import DynamicCp, ReadBy
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
 from streampack.core.protocol.step_part import StepPart
@@ -1105,3 +1105,17 @@ def test_a_rank_that_is_not_ready_until_its_snapshot_is_there_begins_no_attempt_
     assert desk.attempt == 0
     desk.say(b"b0", brought(taken))
     assert (desk.attempt, desk.rewinds) == (1, [(20, taken)])
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("dealt_by", ["contiguous", DynamicCp(rank_tokens=8, max_group=8).layout])
+def test_a_rank_that_goes_on_with_steps_of_another_layout_is_refused(dealt_by: str) -> None:
+    desk = Desk()
+    peer = desk.come("a0", 3, going_on=0, dealt_by=dealt_by)
+    (reject,) = [e.message for to, e in desk.said if to == peer and isinstance(e.message, Reject)]
+    assert reject.code == "mesh"
+    assert f"steps dealt by {dealt_by!r}, but feed 'train' has 'zigzag' now. Restart all trainers" in reject.detail
+    peer = desk.come("a1", 3, rank=1, going_on=0, dealt_by="zigzag")
+    assert not [e for to, e in desk.said if to == peer and isinstance(e.message, Reject)]

@@ -16,7 +16,7 @@ from streampack.sources import SourceSettings, open_source
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 from tests.training.proofs.processes import on_ranks
 from tests.training.proofs.tiny import FIELDS, TOLERANCE, Alone, assert_same, rows, together
-from tests.training.proofs.trainers import EVERY, Seen, averaged, summed, train
+from tests.training.proofs.trainers import EVERY, Seen, averaged, in_groups, summed, train
 
 SAMPLES = rows(60)
 FEW = 32
@@ -27,6 +27,7 @@ RAGGED = {"shape": "exact", "align": {"sample": 8, "pack": 16}}
 FEEDS: dict[str, dict[str, Any]] = {
     **{layout: {"cp_layout": layout, "rules": RAGGED} for layout in LAYOUTS},
     "ragged": {"rules": RAGGED | {"step": {"samples": 25, "min_micro_batches": 2}}},
+    "dynamic": {"cp": "dynamic", "rank_tokens": 8, "max_group": 8, "rules": {"shape": "exact"}},
     "train": {"rules": {"step": {"packs": 8}, "align": {"sample": 4, "pack": 4}}},
 }
 
@@ -40,12 +41,13 @@ def alone() -> Alone:
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
     folder = tmp_path_factory.mktemp("data")
     few, all_ = write_jsonl(folder / "few.jsonl", SAMPLES[:FEW]), write_jsonl(folder / "all.jsonl", SAMPLES)
-    files = {f"of_{name}": few if name in LAYOUTS else all_ for name in FEEDS}
+    files = {f"of_{name}": few if name in (*LAYOUTS, "dynamic") else all_ for name in FEEDS}
     sources = {
         name: open_source(convert({"source": "jsonl", "shards": str(file)}, SourceSettings))
         for name, file in files.items()
     }
     tree = {
+        "planned_mesh": {"dp": 4, "cp": 2},
         "rules": {"budget": 64, "window": {"samples": 16}, "step": {"packs": 4}},
         "fields": FIELDS,
         "streams": {name: {"partitions": 1, "passes": 8 if name == "of_train" else 1} for name in sources},
@@ -73,6 +75,21 @@ def test_ring_attention_over_shards_has_the_loss_and_gradients_of_one_rank(
             assert_same(many.found, one.found)
             assert_same(many.found, alone.step(many.rows))
         assert all(other[layout][-1].rows == first[layout][-1].rows for other in others)
+
+
+def test_groups_that_change_with_every_micro_batch_have_the_loss_and_gradients_of_the_samples(
+    broker: RunningBroker, alone: Alone
+) -> None:
+    ranks = on_ranks(8, in_groups, broker.trainers, "dynamic", 4)
+    sizes, rows = set(), []
+    for step in zip(*ranks, strict=True):
+        of_step = sorted(row for seen, _ in step for row in seen.rows)
+        assert_same(step[0][0].found, alone.step(of_step))
+        assert len({seen.digest for seen, _ in step}) == 1
+        sizes |= {size for _, packs in step for _, _, size in packs}
+        rows += of_step
+    assert sizes == {1, 2, 4, 8}
+    assert sorted(rows) == list(range(FEW))
 
 
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (4, 1), (2, 2)])

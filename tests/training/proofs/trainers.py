@@ -72,6 +72,26 @@ def summed(rank: int, endpoint: str, feeds: Sequence[str], cp: int) -> dict[str,
     return {feed: list(steps(endpoint, feed, mesh_of(rank, cp), group, net, 1, found_over_all)) for feed in feeds}
 
 
+def in_groups(rank: int, endpoint: str, feed: str, cp: int) -> list[tuple[Seen, list[tuple[int, int, int]]]]:
+    """Every step of a feed with dynamic context parallelism, and of each batch (step, pack, ranks that share it)."""
+    net, groups, seen = Tiny(), streampack.cp_groups(), list[tuple[Seen, list[tuple[int, int, int]]]]()
+    mesh = mesh_of(rank, cp)
+    with streampack.connect(endpoint, feed=feed, mesh=mesh, format="thd", verify=True, cp_groups=groups) as loader:
+        for step in loader.steps():
+            total, rows, packs = 0.0, list[int](), list[tuple[int, int, int]]()
+            for batch in step:
+                logits = net(batch.input_ids, batch.position_ids, attention_of(batch, batch.cp_group))
+                loss = loss_of(logits, batch, step, 1)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+                packs.append((step.index, batch.pack, batch.cp_size))
+                rows += batch.row.tolist() if batch.cp_rank == 0 else []
+            for parameter in net.parameters():
+                dist.all_reduce(parameter.grad)
+            seen.append((Seen(step.digest, rows, [], found(net, summed_over(total))), packs))
+    return seen
+
+
 def averaged(rank: int, endpoint: str, feed: str, cp: int) -> list[Seen]:
     """Every step of a feed with DDP, which averages over dp x cp ranks: losses are multiplied by them."""
     net, group = Tiny(), cp_group(rank, cp)
