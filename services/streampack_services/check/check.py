@@ -6,6 +6,7 @@ from the broker's own planning. A producer's first rows are read, too. Nothing i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from inspect import cleandoc
@@ -27,7 +28,8 @@ from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.capacity import FeedPlan
 from streampack.core.model.keys.key_groups import values_of
 from streampack.core.model.keys.stream_keys import SamplePolicies
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import DynamicCp, Mesh
+from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 from streampack.producer.first_rows import SORTED, FirstWarning, check_rows, known_keys
 from streampack.sources import OpenedSource, open_tokenizer
@@ -333,22 +335,26 @@ def _of_process(config: BrokerConfig, broker: Plan) -> Iterator[Row]:
 def _of_feed(config: BrokerConfig, broker: Plan, feed: FeedPlan) -> Iterator[Row]:
     """Yield the figures of one feed: tokens per step, possible meshes, padding, delays, shares of streams."""
     rules, dp, align = feed.rules, config.planned_mesh.dp, feed.rules.align.sample
+    dynamic = DynamicCp.of(feed.layout)
     yield "digest", rules.digest, "digest of the rules; runs with equal digests and samples form equal steps"
     dps = [size for size in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(dp=size), rules, feed.layout)]
     sizes = f"possible sizes of dp, up to {MAX_RANKS}"
     if rules.batch is None:
         yield "step_tokens", rules.packs * rules.budget, "tokens per step: packs times budget"
-        micro, sizes = rules.packs // dp, f"{sizes}: the divisors of the packs per step"
-        yield "micro_batches", micro, f"micro-batches per rank and step with the planned dp={dp}"
+        if dynamic is None:
+            micro, sizes = rules.packs // dp, f"{sizes}: the divisors of the packs per step"
+            yield "micro_batches", micro, f"micro-batches per rank and step with the planned dp={dp}"
+        else:
+            yield from _of_groups(rules, dynamic, dp * config.planned_mesh.cp)
     else:
         least = packs_of_mesh(rules, 1, dp, 1) // dp
         yield "micro_batches", least, f"fewest micro-batches per rank and step with the planned dp={dp}"
         how = "rows of padding are added" if rules.padded else "packs are split and empty packs are added"
         sizes = f"{sizes}; {how} until all ranks have the same number"
-    yield "dp", dps, sizes
+    yield "dp_sizes", dps, sizes
     cps = [size for size in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(cp=size), rules, feed.layout)]
     why = f"possible sizes of cp, up to {MAX_RANKS}; samples align to {align} tokens and packs to {rules.align.pack}"
-    yield "cp", cps, why
+    yield "cp_sizes", cps, why
     pad = (align - 1) / 2
     per_cent = f"{pad / (500 + pad):.1%} if a sample has 500 tokens on average"
     yield "padding", pad, f"expected padding tokens per sample for alignment ({per_cent})"
@@ -373,6 +379,24 @@ def _of_feed(config: BrokerConfig, broker: Plan, feed: FeedPlan) -> Iterator[Row
         yield "batch_tokens", largest, "largest batch that fits in memory, in tokens"
     if len(broker.feeds) > 1:
         yield "merged_bytes", feed.merged_tokens * broker.token_bytes, "part of memory that this feed can use"
+
+
+def _of_groups(rules: Rules, dynamic: DynamicCp, ranks: int) -> Iterator[Row]:
+    """Yield the figures of a feed whose ``ranks`` dp x cp ranks form groups."""
+    full = rules.packs * rules.budget / (ranks * dynamic.rank_tokens)
+    count = max(math.ceil(full), 1)
+    meaning = f"fewest micro-batches of full steps on the {ranks} planned ranks, which fill them to {full / count:.2f}"
+    advice = (
+        ". Above 0.95, each step adds a nearly empty one: change `step.packs`" if full / count > MOST_FILLED else ""
+    )
+    yield "micro_batches", count, meaning + advice
+    if rules.shape == "fixed":
+        why = "tokens that each rank computes in every micro-batch, with padding, because of `shape: fixed`. Set "
+        yield "rank_width", dynamic.rank_tokens, f"{why}`shape: exact` for the gain of groups"
+
+
+MOST_FILLED = 0.95
+"""Part of the ranks' tokens that a step may fill, so that groups have room."""
 
 
 def _of_source(config: ProducerConfig, name: str, source: OpenedSource) -> Iterator[Row]:

@@ -99,7 +99,7 @@ def _of_broker(follows: Tree) -> Iterator[tuple[str, str]]:
             )
         elif f"{at}batch_tokens" in follows:
             yield f"step{suffix}", f"at most {count_text(follows[at + 'batch_tokens'])} tokens in memory"
-        yield f"mesh{suffix}", f"dp {_few(follows[at + 'dp'])}; cp {_few(follows[at + 'cp'])}"
+        yield f"mesh{suffix}", f"dp {_few(follows[at + 'dp_sizes'])}; cp {_few(follows[at + 'cp_sizes'])}"
         shares = {path.removeprefix(f"{at}share."): value for path, value in follows.items() if f"{at}share." in path}
         listed = ", ".join(f"{name} {value:.1%}" for name, value in list(shares.items())[:MOST_STREAMS])
         more = f" and {len(shares) - MOST_STREAMS} more" if len(shares) > MOST_STREAMS else ""

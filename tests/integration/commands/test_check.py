@@ -140,6 +140,22 @@ def broker(tmp_path: Path) -> Path:
     return path
 
 
+def test_check_says_how_full_groups_of_ranks_are_and_that_fixed_packs_gain_nothing(tmp_path: Path) -> None:
+    groups = {"cp": "dynamic", "rank_tokens": 1024}
+    tree = {
+        "streams": {"web": {}}, "feeds": {"train": groups}, "planned_mesh": {"dp": 2, "cp": 4},
+        "rules": {"budget": 8192, "step": {"packs": 3}, "shape": "fixed"},
+    }  # fmt: skip
+    found = checked(write(tmp_path / "broker.yaml", tree))
+    assert found["feeds.train.micro_batches"]["value"] == 3
+    assert (
+        "fill them to 1.00. Above 0.95, each step adds a nearly empty one"
+        in found["feeds.train.micro_batches"]["meaning"]
+    )
+    assert "Set `shape: exact`" in found["feeds.train.rank_width"]["meaning"]
+    assert found["feeds.train.max_group"]["source"] == "default"
+
+
 def test_values_say_where_they_came_from(broker: Path) -> None:
     rows = checked(broker)
     found = {path: (row["value"], row["source"], row["line"]) for path, row in rows.items()}
@@ -158,8 +174,8 @@ def test_check_shows_what_the_broker_will_do(broker: Path) -> None:
     found = {path: row["value"] for path, row in checked(broker).items()}
     assert found["feeds.train.step_tokens"] == 16 * 4096
     assert found["feeds.train.micro_batches"] == 4
-    assert found["feeds.train.dp"] == [1, 2, 4, 8, 16]
-    assert found["feeds.train.cp"] == [1, 2]
+    assert found["feeds.train.dp_sizes"] == [1, 2, 4, 8, 16]
+    assert found["feeds.train.cp_sizes"] == [1, 2]
     assert found["feeds.train.padding"] == 1.5
     assert found["feeds.train.producers"] == 6
     assert found["feeds.train.share.web"] == 0.7
