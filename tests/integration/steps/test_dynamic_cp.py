@@ -53,6 +53,9 @@ def read_ranks(broker: Any, source: Source, dp: int, cp: int, **options: Any) ->
             steps = list(loader.steps())
             for step in steps:
                 tuple(step)  # made while the client lives
+            if "verify" in options:
+                with pytest.raises(UserError, match="got reduce='same' for a feed with `cp: dynamic`, expected 'sum'"):
+                    steps[0].report({"loss": np.zeros(len(steps[0].sample_ids))}, reduce="same")
             return steps
 
     with producing_here(broker.producers, {"web": source}), ThreadPoolExecutor(dp * cp) as pool:
