@@ -19,6 +19,8 @@ import msgspec
 from streampack.client.prefetch import TWICE
 from streampack.client.ranks import mesh_of
 from streampack.client.reader import Reading
+from streampack.client.reading_stats import TERA, UsefulFlops
+from streampack.core.flops.model_flops import ModelFlops
 from streampack.core.model.keys.keyword_arguments import documented, filled
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
@@ -49,6 +51,8 @@ class ConnectOptions(TypedDict, total=False):
     static_shapes: Annotated[bool, False]
     media: Annotated[Media | None, None]
     cp_groups: Annotated[Mapping[int, Any] | None, None]
+    model: Annotated[Any, None]
+    peak_tflops: Annotated[float | None, None]
     key_file: Annotated[str | Path | None, None]
     variable_lengths: Annotated[bool, False]
     verify: Annotated[bool, False]
@@ -118,6 +122,11 @@ def connect(
             ``numpy`` have the references, and other formats are refused.
         cp_groups: The process groups of this rank by size, from ``streampack.cp_groups``, for a feed with
             ``cp: dynamic``. Then ``batch.cp_group`` is the group of the ranks that share the batch.
+        model: ``model.config`` of transformers, a dict with the keys of ``config.json``, or a ``ModelFlops``, to count
+            useful FLOPs. ``stats`` then has ``useful_tflops``.
+        peak_tflops: TFLOPs that one device can do in a second, dense, in the precision of the training; 989 for bf16
+            on an H100 SXM. With it, ``stats``, the broker and ``streampack report`` show the useful MFU. Needs
+            ``model``.
         key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment
             variable STREAMPACK_KEY_FILE.
         variable_lengths: True if the pipeline's stages exchange micro-batches of any shape. Padded micro-batches on a
@@ -182,9 +191,21 @@ def connect(
     return Client(
         Reading(
             at, chosen["feed"], place, read_by, prefetch, patience, views, bool(chosen["variable_lengths"]), key,
-            relay, named,
+            relay, named, _useful(chosen["model"], chosen["peak_tflops"], place),
         )
     )  # fmt: skip
+
+
+def _useful(model: Any, peak_tflops: float | None, mesh: Mesh) -> UsefulFlops | None:
+    """Return how useful FLOPs count; None without a model. Raises UserError for invalid arguments."""
+    if peak_tflops is not None and (model is None or not isinstance(peak_tflops, int | float) or not peak_tflops > 0):
+        raise UserError(
+            f"got peak_tflops={peak_tflops!r} and {'no' if model is None else 'a'} model, expected a number above 0 "
+            "and the model whose FLOPs count. Pass model=model.config and the peak of one device, such as 989"
+        )
+    if model is None:
+        return None
+    return UsefulFlops(ModelFlops.of(model), mesh.cp * mesh.tp * mesh.pp, (peak_tflops or 0.0) * TERA)
 
 
 def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:
@@ -392,6 +413,9 @@ class Client(Generic[BatchT]):
             - ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms``: percentiles of the wait for a step, in milliseconds.
             - ``trainer_s``: seconds between a step's arrival at the trainer and the request for the next step.
             - ``step_s``: mean seconds from one step to the next, over the last 32 steps; missing before the second.
+            - ``useful_tflops``: useful FLOPs per second of this device over the last 32 steps, in TFLOPs; with
+              ``model``. Waits count as time.
+            - ``mfu``: the same as a share of ``peak_tflops``, 0 to 1; missing without it.
             - ``media_items``, ``media_bytes``: media items that were fetched, and their bytes; with ``media``.
             - ``media_dropped_REASON``: items that were dropped, by reason; with ``Media(on_error="drop")``. Reasons are
               ``missing``, ``too_large``, ``wrong_bytes``, ``undecodable``, ``late`` and ``unreadable``.

@@ -23,7 +23,7 @@ import msgspec
 
 from streampack.client import state as checkpoint
 from streampack.client.prefetch import Prefetching
-from streampack.client.reading_stats import ReadingFigures
+from streampack.client.reading_stats import ReadingFigures, UsefulFlops
 from streampack.client.reporting import Reporting
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh, ReadBy
@@ -56,6 +56,7 @@ class Reading:
     def __init__(
         self, endpoint: str, feed: str, mesh: Mesh, readers: ReadBy, prefetch: int, patience: Patience, views: Views,
         variable_lengths: bool = False, key: Key | None = None, relay: str | None = None, insists: bool = False,
+        useful: UsefulFlops | None = None,
     ) -> None:  # fmt: skip
         self.mesh = mesh
         """The trainers' mesh and this rank's place in the mesh."""
@@ -65,7 +66,7 @@ class Reading:
             readers=readers, variable_lengths=variable_lengths, prefetch=prefetch, ready=False, patience=patience,
         )  # fmt: skip
         self._reporting = Reporting(endpoint, feed, mesh, patience.answer_s, key)
-        self._figures = ReadingFigures()
+        self._figures, self._useful = ReadingFigures(useful=useful), useful
         self._last_iteration = -1  # the last iteration that has begun
         self._place = Begin()  # position where the iteration begins
         self._loaded: dict[str, Any] | None = None  # the loaded state that set ``_place``
@@ -193,7 +194,7 @@ class Reading:
         self._in_use, self._counted = step.index, CountedPacks(step.packs)
         step = replace(step, packs=self._counted, reporting=self._report, naming=self._name_streams)
         self._rules = step.rules
-        self._figures.note_step(len(step), step.num_tokens)
+        self._figures.note_step(len(step), step.num_tokens, 0.0 if self._useful is None else self._useful.of(step))
         self._advise()
         return step
 

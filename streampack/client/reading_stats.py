@@ -11,25 +11,46 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from streampack.core.flops.model_flops import ModelFlops
 from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, Starvation, bucket_of
+from streampack.packs.step import Step
 
+TERA = 1e12
 _WAITS_KEPT = 4096
 _STEPS_KEPT = 32
 """Number of recent steps over which the time for a step is averaged."""
+
+
+class UsefulFlops(NamedTuple):
+    """How useful FLOPs count: those of ``model``, over the ``devices`` that share a rank's packs.
+
+    ``peak`` is the FLOPs that a device can do in a second; 0 if it is not known, and then there is no MFU.
+    """
+
+    model: ModelFlops
+    devices: int
+    peak: float
+
+    def of(self, step: Step[Any]) -> float:
+        """Return the useful FLOPs of one device for a step."""
+        return step.flops(self.model) / self.devices
 
 
 class ReadingFigures:
     """Counters and timers of one rank's reading, shared by several threads.
 
     The trainer's thread reports waits and steps, the client's thread reports the cause of a wait, and any thread may
-    read. ``clock`` returns seconds.
+    read. ``clock`` returns seconds. ``useful`` counts the useful FLOPs of steps; None if the model is not known.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, useful: UsefulFlops | None = None) -> None:
+        self._clock, self._useful = clock, useful
+        self._flops = self._flops_in_use = 0.0  # of this device: of the steps that are done, and of the one in use
+        self._flops_before: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._lock = threading.Lock()
         self._waits: deque[float] = deque(maxlen=_WAITS_KEPT)
         self._counts = {"steps": 0, "packs": 0, "tokens": 0}
@@ -53,6 +74,7 @@ class ReadingFigures:
         with self._lock:
             now = self._add_elapsed()
             self._waiting, self._began, self._since = True, now, now
+            self._flops, self._flops_in_use = self._flops + self._flops_in_use, 0.0
 
     def end_wait(self, got: bool) -> None:
         """End the wait; ``got`` is False if no step came, as at the end of the feed."""
@@ -67,12 +89,14 @@ class ReadingFigures:
                 self._waits.append(waited)
             if got:
                 self._handed_out.append(now)
+                self._flops_before.append(self._flops)
 
-    def note_step(self, num_packs: int, num_tokens: int) -> None:
-        """Count a step that was handed out, with the number of its packs and of their real tokens."""
+    def note_step(self, num_packs: int, num_tokens: int, flops: float = 0.0) -> None:
+        """Count a step that was handed out: its packs, their real tokens, and the useful FLOPs of this device."""
         self._counts["steps"] += 1
         self._counts["packs"] += num_packs
         self._counts["tokens"] += num_tokens
+        self._flops_in_use = flops
 
     # Called by the client's thread
 
@@ -92,20 +116,33 @@ class ReadingFigures:
             step_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
             return Starvation(
                 causes_s=dict(self._causes_s), streams_s=dict(self._streams_s), waits=list(self._buckets),
-                trainer_s=self._trainer_s, step_s=step_s,
+                trainer_s=self._trainer_s, step_s=step_s, useful_s=self._useful_s(),
             )  # fmt: skip
+
+    def _useful_s(self) -> float | None:
+        """Return the seconds that the useful FLOPs need at the device's peak; None without a peak."""
+        return None if self._useful is None or not self._useful.peak else self._flops / self._useful.peak
+
+    def _rates(self) -> dict[str, float]:
+        """Return the useful FLOPs of this device over the last steps: per second, and as a share of its peak."""
+        times = self._handed_out
+        if self._useful is None or len(times) < 2:
+            return {}
+        rate = (self._flops_before[-1] - self._flops_before[0]) / max(times[-1] - times[0], 1e-9)
+        return {"useful_tflops": rate / TERA} | ({"mfu": rate / self._useful.peak} if self._useful.peak else {})
 
     def counts(self, skipped_steps: int) -> dict[str, float]:
         """Return the counts and times that are not split by cause, by name; see ``Client.stats`` for the names."""
         with self._lock:
             now = self._add_elapsed()
-            waits, waited = np.array(self._waits), sum(self._causes_s.values())
+            waits, waited, rates = np.array(self._waits), sum(self._causes_s.values()), self._rates()
         p50, p99, p999 = np.percentile(waits if len(waits) else np.zeros(1), [50, 99, 99.9]).tolist()
         figures = {"next_p50_ms": p50 * 1000, "next_p99_ms": p99 * 1000, "next_p999_ms": p999 * 1000}
         steady_s = (waited - self._unsteady_s) / max(now - self._steady, 1e-9)
         starved = min(1.0, steady_s) if self._counts["steps"] > 2 else 0.0
         return {
-            **self._counts, "wait_s": waited, **figures, "starved_fraction": starved, "skipped_steps": skipped_steps
+            **self._counts, "wait_s": waited, **figures, "starved_fraction": starved, "skipped_steps": skipped_steps,
+            **rates,
         }  # fmt: skip
 
     def stats(self, skipped_steps: int) -> dict[str, float]:

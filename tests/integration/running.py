@@ -161,6 +161,8 @@ class RunningBroker(Daemon):
     num_steps = 0
     chain = ""
     data_wait = -1.0
+    mfu = -1.0
+    stats: dict[str, float]
     """For a test to note how many it read, their digest, and the share of time in which it waited."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], *arguments: str) -> None:

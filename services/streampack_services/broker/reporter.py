@@ -412,6 +412,8 @@ def _ranks_status(now: float, feed: Feed, table: RankTable) -> RanksStatus:
         age_s=max(now - figures.began, 0.0) if figures.attached else 0.0,
         starved_s=table.waited_s,
         trainer_s=table.trainer_s,
+        useful_s=table.useful_s,
+        timed_s=table.timed_s,
     )
 
 

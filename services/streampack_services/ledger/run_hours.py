@@ -27,12 +27,16 @@ class FeedHours(Struct, frozen=True, kw_only=True):
         waste_tokens: Padding of these packs by cause, in tokens.
         trained_s: Seconds in which trainers worked on steps, or on other things between two steps.
         starved_s: Seconds in which ranks waited for data, by cause.
+        useful_s: Seconds that the FLOPs of real tokens need at the devices' peak.
+        timed_s: Seconds of the ranks that count these FLOPs.
     """
 
     delivered_tokens: int = 0
     waste_tokens: dict[str, int] = {}
     trained_s: float = 0.0
     starved_s: dict[str, float] = {}
+    useful_s: float = 0.0
+    timed_s: float = 0.0
 
     def plus(self, more: FeedHours) -> FeedHours:
         """Return the sums of this broker and of an earlier one."""
@@ -47,6 +51,7 @@ class FeedHours(Struct, frozen=True, kw_only=True):
         return FeedHours(
             delivered_tokens=self.delivered_tokens + more.delivered_tokens, waste_tokens=waste,
             trained_s=round(self.trained_s + more.trained_s, 3), starved_s=starved,
+            useful_s=round(self.useful_s + more.useful_s, 3), timed_s=round(self.timed_s + more.timed_s, 3),
         )  # fmt: skip
 
 

@@ -146,6 +146,7 @@ def _hours(hours: FeedHours) -> Tree:
     return {
         "tokens": hours.trained_s / 3600 - lost, "padding": lost, "waiting": sum(waiting.values()),
         "padding_by_cause": padding, "waiting_by_cause": waiting,
+        "mfu": hours.useful_s / hours.timed_s if hours.timed_s else None, "mfu_hours": hours.timed_s / 3600,
     }  # fmt: skip
 
 
@@ -313,7 +314,11 @@ def _hours_text(hours: Tree) -> list[str]:
         return f"{hours[to]:,.3g} ({hours[to] / total:.1%}{': ' if named else ''}{named})"
 
     spent = f"{hours['tokens']:,.3g} on real tokens, {lost('padding')} lost to padding, {lost('waiting')} lost to waits"
-    return [f"Hours of all ranks: {spent}. Training hours include all that trainers do between two steps."]
+    texts = [f"Hours of all ranks: {spent}. Training hours include all that trainers do between two steps."]
+    if hours["mfu"] is None:
+        return [*texts, "The useful MFU is not known. Pass model= and peak_tflops= to streampack.connect."]
+    mfu = f"Useful MFU, of real tokens: {hours['mfu']:.1%} over {hours['mfu_hours']:,.3g} hours of ranks."
+    return [*texts, mfu]
 
 
 def headline(report: Tree) -> str:

@@ -56,6 +56,8 @@ class Starvation(Struct, frozen=True, kw_only=True):
         waits: Number of waits up to each bound of ``WAIT_BOUNDS_S``, and above the last bound.
         trainer_s: Seconds in which the trainer had a step and did not ask for the next.
         step_s: Recent seconds from one step to the next; None until known.
+        useful_s: Seconds that the useful FLOPs of the steps so far need at the device's peak; None if the trainer did
+            not name the model and the peak.
     """
 
     causes_s: Annotated[dict[_Name, Seconds], Meta(max_length=32)] = {}
@@ -63,6 +65,7 @@ class Starvation(Struct, frozen=True, kw_only=True):
     waits: Annotated[list[Count], Meta(max_length=64)] = []
     trainer_s: Seconds = 0.0
     step_s: Seconds | None = None
+    useful_s: Seconds | None = None
 
 
 def cause_of(reason: str) -> str:

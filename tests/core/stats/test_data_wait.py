@@ -9,12 +9,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.client.reading_stats import ReadingFigures
+from streampack.client.reading_stats import ReadingFigures, UsefulFlops
+from streampack.core.flops.model_flops import ModelFlops
 from streampack.core.serve.readers import READER_SILENT_S
 from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, NextWaits, Starvation, bucket_of, cause_of
 from tests.core.serve.desk import Desk, ping
 
 # What a client adds up
+
+
+def test_the_mfu_is_the_useful_flops_of_finished_steps_over_the_time_with_waits() -> None:
+    now = 0.0
+    figures = ReadingFigures(lambda: now, UsefulFlops(ModelFlops(token=1, pair=0), devices=1, peak=100.0))
+    for flops in (60.0, 20.0, 1000.0):  # each step takes 1 s, after a wait of 1 s
+        figures.begin_wait()
+        now += 1.0
+        figures.end_wait(True)
+        figures.note_step(1, 1, flops)
+        now += 1.0
+    assert figures.stats(0)["mfu"] == pytest.approx((60 + 20) / (4.0 * 100))
+    assert figures.starvation().useful_s == pytest.approx((60 + 20) / 100), "the last step is not done"
+
+
+@pytest.mark.parametrize("useful", [None, UsefulFlops(ModelFlops(token=1, pair=0), devices=1, peak=0.0)])
+def test_there_is_no_mfu_without_a_peak(useful: UsefulFlops | None) -> None:
+    figures = ReadingFigures(useful=useful)
+    for _ in range(3):
+        figures.begin_wait()
+        figures.end_wait(True)
+    assert "mfu" not in figures.stats(0)
+    assert figures.starvation().useful_s is None
+    assert ("useful_tflops" in figures.stats(0)) == (useful is not None)
+
 
 MOMENTS = st.lists(
     st.tuples(

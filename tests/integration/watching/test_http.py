@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,7 @@ from tests.integration.running import PATIENCE_S, RunningBroker, running, runnin
 from tests.integration.simulated_ranks import SimulatedRanks
 
 BUDGET, PACKS = 256, 4
+MODEL, PEAK = sp.ModelFlops(token=10**9, pair=10**6), 1000.0
 LENGTHS = [1 + (7 * i) % 300 for i in range(200)]
 FEED, HOST = ("train",), socket.gethostname()
 RANK = ("0", "0", "train", HOST, "0", "0")
@@ -60,7 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
         config = write(path / "p.yaml", {"broker": f"file://{broker.rendezvous}", "streams": {"web": source}})
         with (
             running("producer", "produce", "-c", config),
-            sp.connect(f"file://{broker.rendezvous}", format="numpy") as loader,
+            sp.connect(f"file://{broker.rendezvous}", format="numpy", model=MODEL, peak_tflops=PEAK) as loader,
         ):
             broker.num_steps = sum(1 for _ in loader.steps())
             waits = broker.num_steps + 1  # the last for the end: what the rank has to say is all there then
@@ -68,6 +70,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
             until(lambda: broker.feed()["steps"]["returned"] == broker.feed()["steps"]["end"])
             until(lambda: ("reader_starved_ratio", RANK) in values(broker))  # it is not known a minute later
             broker.data_wait = values(broker)["reader_starved_ratio", RANK]
+            broker.mfu, broker.stats = values(broker)["mfu_ratio", FEED], loader.stats()
             with pytest.raises(sp.errors.StreampackError, match="expected one of: 'train'"):
                 sp.connect(f"file://{broker.rendezvous}", feed="valid")
             until(lambda: broker.status()["messages"]["refused"] == 1)
@@ -112,6 +115,19 @@ def test_metrics_count_what_was_packed_and_waste_adds_up(served: RunningBroker) 
     assert found["delivered_tokens_total", FEED] == packs * BUDGET
     lost = {policy: found["untrained_tokens_total", ("train", policy)] for policy in LOST}
     assert lost == LOST | {"truncated": sum(LENGTHS) - sum(CUT)}
+
+
+def test_the_useful_mfu_is_that_of_real_tokens_over_the_time_of_the_ranks(served: RunningBroker) -> None:
+    found, useful_s = values(served), MODEL.samples(np.array(CUT)) / (PEAK * 1e12)
+    assert found["useful_seconds_total", FEED] == pytest.approx(useful_s, rel=0.1)
+    assert served.stats["mfu"] == pytest.approx(served.stats["useful_tflops"] / PEAK)
+    assert 0 < served.mfu < 1
+
+
+@pytest.mark.parametrize("more", [{"peak_tflops": 989}, {"model": MODEL, "peak_tflops": 0}])
+def test_a_peak_without_a_model_and_a_peak_of_nothing_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(sp.errors.UserError, match="expected a number above 0 and the model whose FLOPs count"):
+        sp.connect("tcp://127.0.0.1:1", **more)
 
 
 def test_the_figures_are_those_of_the_packs_that_a_reader_got(served: RunningBroker) -> None:

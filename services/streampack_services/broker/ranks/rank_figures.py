@@ -128,6 +128,8 @@ class RankFigures:
         """Data wait of all ranks over the last seconds as a share of their time, by cause."""
         self.recent_streams = {name: share for name, share in streams.items() if name in self._streams}
         """The part of the cause ``stream``, by stream."""
+        self.mfu = columns.lately.mfu_of_all()
+        """Useful FLOPs of all ranks over the last seconds as a share of their peak; None if not known."""
         self.recent_s = round(columns.lately.mean_s, 1)
         """Seconds that these cover."""
         self.late: str = self._late()
@@ -273,6 +275,7 @@ class RankFigures:
         return {
             "data_wait": share, "cause": CAUSES[waits.cause[at]] if share else "",
             "stream": self._stream(at) if share else None, "work_s": round(work, 4) if math.isfinite(work) else None,
+            "mfu": _share(waits.mfu[at]),
         }  # fmt: skip
 
     def _late(self) -> str:

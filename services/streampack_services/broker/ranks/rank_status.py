@@ -52,6 +52,10 @@ class RankStatus(Struct, frozen=True, kw_only=True):
         "reader_work_seconds", "Time in which the rank's trainer works on a step, mean over the last minute. "
         f"{_FEW_RANKS}")]  # fmt: skip
     """Seconds in which the trainer works on a step, mean over the last minute; None if not known."""
+    mfu: Annotated[float | None, gauge(
+        "reader_mfu_ratio", "Useful MFU of the rank over the last minute: FLOPs of real tokens / FLOPs of its device "
+        f"at its peak. {_FEW_RANKS}")]  # fmt: skip
+    """Useful FLOPs over the last 30 to 60 s as a share of the device's peak; None if the trainer named no peak."""
     stats: dict[str, float]
     """Figures that the client sends, by name; empty until it has sent any."""
     cost: list[float]
@@ -252,6 +256,19 @@ class RanksStatus(Struct, frozen=True, kw_only=True):
     starved_s: Annotated[dict[str, float], counter(
         "starved_seconds", "Data wait of all ranks since this broker began, by cause.", "cause")]  # fmt: skip
     """Seconds that ranks have waited for data since this broker began, by cause, ranks that left included."""
+
+    mfu: Annotated[float | None, gauge(
+        "mfu_ratio", "Useful MFU of all ranks over the last minute: FLOPs of real tokens / FLOPs of their devices at "
+        "their peak.", label="useful MFU", shown=True)] = None  # fmt: skip
+    """Over the last 30 to 60 s, of the ranks whose trainers named the model and the peak; None without one."""
+    useful_s: Annotated[float, counter(
+        "useful_seconds", "Time that the FLOPs of real tokens need at the devices' peak, since this broker "
+        "began.")] = 0.0  # fmt: skip
+    """Seconds since this broker began, of all ranks that count useful FLOPs."""
+    timed_s: Annotated[float, counter(
+        "timed_seconds", "Time of the ranks that count useful FLOPs since this broker began: useful_seconds / this is "
+        "their MFU.")] = 0.0  # fmt: skip
+    """Seconds of these ranks, in which trainers worked or waited."""
 
     @gauge("slow_ranks", "Ranks that take longer for a step than the others, which wait for them.")
     def num_slow(self) -> int:

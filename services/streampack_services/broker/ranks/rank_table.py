@@ -21,8 +21,10 @@ from streampack_services.broker.ranks.rank_figures import MOST_RANKS, RankColumn
 from streampack_services.broker.ranks.recent_waits import (
     COLUMNS,
     STEPS,
+    TIMED,
     TRAINER,
     UNHEARD,
+    USEFUL,
     RankTotals,
     WaitWindow,
 )
@@ -65,6 +67,16 @@ class RankTable:
     def trainer_s(self) -> float:
         """Seconds that the trainers of ranks have worked on steps since this broker began, as in ``waited_s``."""
         return float(self._totals.sums[TRAINER])
+
+    @property
+    def useful_s(self) -> float:
+        """Seconds that the useful FLOPs of ranks need at their peak, as in ``waited_s``."""
+        return float(self._totals.sums[USEFUL])
+
+    @property
+    def timed_s(self) -> float:
+        """Seconds of the ranks that count useful FLOPs, as in ``waited_s``."""
+        return float(self._totals.sums[TIMED])
 
     def turn(self, now: float) -> None:
         """Read the next ranks, and replace ``figures`` if all were read; ``now``: monotonic clock, in seconds."""
@@ -119,7 +131,8 @@ class RankTable:
             rows.append((
                 hash((where, ranks)) & _KEY, *ranks, row.done_upto, row.have_upto, queued, row.silent_s,
                 math.nan if step_s is None else step_s, *[causes.get(cause, 0.0) for cause in CAUSES], wait.trainer_s,
-                row.done_upto,
+                row.done_upto, wait.useful_s or 0.0,
+                0.0 if wait.useful_s is None else sum(causes.values()) + wait.trainer_s,
             ))  # fmt: skip
         table = np.array(rows, np.float64).T
         keys, *whole = table[:8].astype(np.int64)

@@ -4,7 +4,8 @@ A client sends totals since it began. ``RankTotals`` makes totals of them that c
 attached to this broker. Each recent figure is a difference of two such totals of the same process. The broker's
 thread reads the ranks in parts, and all calls are for such a part: the ranks from an index on.
 
-A row of figures has ``COLUMNS`` columns: seconds of data wait by cause, seconds of the trainer, and steps returned.
+A row of figures has ``COLUMNS`` columns: seconds of data wait by cause, seconds of the trainer, steps returned, seconds
+that useful FLOPs need, and seconds of ranks that count them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ TRAINER = len(CAUSES)
 """Column of the seconds in which the trainer worked on a step."""
 STEPS = TRAINER + 1
 """Column of the steps returned."""
-COLUMNS = STEPS + 1
+USEFUL = STEPS + 1
+"""Column of the seconds that useful FLOPs need at the device's peak."""
+TIMED = USEFUL + 1
+"""Column of the seconds of the rank, if it counts its useful FLOPs; else 0."""
+COLUMNS = TIMED + 1
 _OTHERS = tuple(CAUSES.index(cause) for cause in ("peers", "join"))
 """Causes of a wait for other ranks."""
 _STREAM = CAUSES.index("stream")
@@ -74,6 +79,17 @@ class RecentWaits:
     def longest(self) -> F64:
         """Longest data wait of a rank as a share of its time, by cause, float64 [CAUSES]."""
         return np.asarray(self.shares.max(axis=0, initial=0.0))
+
+    @cached_property
+    def mfu(self) -> F64:
+        """Useful FLOPs as a share of the device's peak, float64 [n]; NaN if not known."""
+        timed = self.figures[:, TIMED]
+        return np.where(timed > 0, self.figures[:, USEFUL] / np.maximum(timed, 1e-9), np.nan)
+
+    def mfu_of_all(self) -> float | None:
+        """Return the useful FLOPs of all ranks that count them as a share of their peak; None if there are none."""
+        useful, timed = self.figures[:, USEFUL:].sum(axis=0).tolist()
+        return round(useful / timed, 4) if timed > 0 else None
 
     @cached_property
     def mean_s(self) -> float:

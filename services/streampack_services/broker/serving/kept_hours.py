@@ -65,7 +65,8 @@ def hours_of(status: BrokerStatus) -> dict[str, FeedHours]:
     return {
         name: FeedHours(
             delivered_tokens=feed.delivered_tokens, waste_tokens=feed.waste_tokens,
-            trained_s=feed.ranks.trainer_s, starved_s=feed.ranks.starved_s,
+            trained_s=feed.ranks.trainer_s, starved_s=feed.ranks.starved_s, useful_s=round(feed.ranks.useful_s, 3),
+            timed_s=round(feed.ranks.timed_s, 3),
         )
         for name, feed in status.feeds.items()
     }  # fmt: skip
