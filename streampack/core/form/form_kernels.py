@@ -26,6 +26,8 @@ def describe(
     align: int,
     a: int,
     b: int,
+    window: int,
+    c: int,
     sums: I64,
     identities: U32,
 ) -> None:
@@ -35,7 +37,8 @@ def describe(
     ``steps.PlannedPacks``, and ``identities`` uint32 [samples, 6], which are ``steps.IDENTITY`` in little endian. The
     columns from ``stream`` to ``crc`` are those of a ``SampleTable``. ``depths`` and ``costs``, int64 [samples], are
     those of ``Balance.extras_of``; they are empty if 0 for all. A sample of s padded tokens of its own, after d others,
-    costs ``a * s + b * s * (2 * d + s)``, and its value of ``costs`` more.
+    costs ``a * s + b * s * (2 * d + s)``, and its value of ``costs`` more. ``window`` and ``c`` are
+    ``Balance.window_factors``, for a further cost.
     """
     for pack in range(len(bounds) - 1):
         tokens, slots, loss, cost = 0, 0, 0, 0
@@ -48,6 +51,9 @@ def describe(
             slots += slot
             loss += int(loss_tokens[h])
             cost += slot * (a + b * (2 * depth + slot))
+            if c:
+                near, before = min(depth + slot, window), min(depth, window)
+                cost += c * (near * (2 * (depth + slot) - near) - before * (2 * depth - before))
             cost += costs[k] if len(costs) else 0
             identities[k, 0] = stream[h]
             identities[k, 1] = part[h]

@@ -489,7 +489,8 @@ class Former:
         depths, costs = (_NONE if isinstance(column, int) else column for column in extras)
         describe(
             handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
-            depths, costs, rules.align.sample, *rules.balance.factors, sums, identities,
+            depths, costs, rules.align.sample, *rules.balance.factors, *rules.balance.window_factors,
+            sums, identities,
         )  # fmt: skip
         digests = digests_of(memoryview(identities.tobytes()), bounds, table.extra("shares", handles))
         return PlannedPacks(handles, bounds, sums, digests)

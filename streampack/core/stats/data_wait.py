@@ -56,8 +56,7 @@ class Starvation(Struct, frozen=True, kw_only=True):
         waits: Number of waits up to each bound of ``WAIT_BOUNDS_S``, and above the last bound.
         trainer_s: Seconds in which the trainer had a step and did not ask for the next.
         step_s: Recent seconds from one step to the next; None until known.
-        useful_s: Seconds that the useful FLOPs of the steps so far need at the device's peak; None if the trainer did
-            not name the model and the peak.
+        useful_s: Seconds that the useful FLOPs so far need at the device's peak; None if the trainer named no peak.
     """
 
     causes_s: Annotated[dict[_Name, Seconds], Meta(max_length=32)] = {}

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from streampack.core.flops.model_flops import ModelFlops, pairs
 from streampack.core.flops.model_layers import layers_of
+from streampack.core.model.keys.planning_keys import Balance
 from streampack.errors import UserError
+from streampack.planning import plan_step
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 128256}
 LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 14336, "num_hidden_layers": 32}
@@ -96,6 +99,32 @@ def test_the_factors_of_balance_are_within_the_bounds_of_the_keys(t: int, pair: 
     keys = ModelFlops(token=t, pair=pair, window_pair=sliding, window=window).balance()
     assert keys["b"] < 4096
     assert keys.get("sliding", [0, 0])[1] < 4096
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@given(own=st.integers(1, 2**17), depth=st.integers(0, 2**17))
+def test_the_cost_of_balance_is_proportional_to_the_flops(name: str, own: int, depth: int) -> None:
+    model = ModelFlops.of(BY_HAND[name][0])
+    balance = Balance(**model.balance())
+    unit = model.samples(np.array([4096])) / int(balance.costs(np.array([4096]))[0])
+    cost = int(balance.costs(np.array([own]), np.array([depth]))[0])
+    assert cost * unit == pytest.approx(model.samples(np.array([own]), np.array([depth])), rel=2e-3)
+
+
+def critical_path(model: ModelFlops, lengths: NDArray[np.int64], **factors: Any) -> float:
+    """The FLOPs of the dearest pack of each micro-batch, over their mean, of a step that is planned by a cost."""
+    step = plan_step(lengths, 65536, 8, packer="exact_fill", balance="deal", **factors)
+    work = np.array([[model.samples(lengths[pack]) for pack in rank] for rank in step.packs], np.float64)
+    return float(work.max(axis=0).sum() * 8 / work.sum())
+
+
+def test_the_factors_of_a_hybrid_model_shorten_the_critical_path_of_an_rl_step() -> None:
+    """Qwen3-Next on 512 responses, dp 8: 14.7% above the mean by the default cost, 9.7% by its own."""
+    lengths = np.random.default_rng(7).lognormal(np.log(3000), 1.1, 512).clip(64, 65536).astype(np.int64)
+    model = ModelFlops.of(HYBRID)
+    assert model.balance() == {"a": 73846, "b": 1}
+    assert critical_path(model, lengths) == pytest.approx(1.147, abs=2e-3)
+    assert critical_path(model, lengths, **model.balance()) == pytest.approx(1.097, abs=2e-3)
 
 
 @pytest.mark.parametrize(

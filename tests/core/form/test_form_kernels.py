@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.form.form_kernels import describe, take_out
+from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.steps import digests_of, pack_digests
 
@@ -18,9 +19,12 @@ GUARD = 7777
 
 
 @pytest.mark.parametrize("kernel", [describe.dispatcher, describe.plain])
-@given(counts=st.lists(st.integers(0, 4), max_size=6), seed=st.integers(0, 2**32 - 1), align=st.integers(1, 9))
+@given(
+    counts=st.lists(st.integers(0, 4), max_size=6), seed=st.integers(0, 2**32 - 1), align=st.integers(1, 9),
+    sliding=st.none() | st.tuples(st.integers(1, 2**21), st.integers(0, 4095)),
+)  # fmt: skip
 def test_packs_have_the_sums_and_the_digests_of_their_rows(
-    kernel: Callable[..., Any], counts: list[int], seed: int, align: int
+    kernel: Callable[..., Any], counts: list[int], seed: int, align: int, sliding: tuple[int, int] | None
 ) -> None:
     rng, bounds = np.random.default_rng(seed), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     rows = np.zeros(int(bounds[-1]), ROW)
@@ -33,14 +37,17 @@ def test_packs_have_the_sums_and_the_digests_of_their_rows(
     shared = rng.integers(0, rows["length"], endpoint=True) if align == 1 else np.zeros(len(rows), np.int64)
     media = rng.integers(0, 2**40, len(rows))
     sums, identities = np.full((4, len(counts)), GUARD), np.full((len(rows), 6), GUARD, np.uint32)
+    balance = Balance(a=3, b=2, sliding=sliding)
     kernel(
         handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
-        shared.astype(np.int64), media, align, 3, 2, sums, identities,
+        shared.astype(np.int64), media, align, *balance.factors, *balance.window_factors, sums, identities,
     )  # fmt: skip
     own = (rows["length"] - shared).tolist()
     slots = [-(-length // align) * align for length in own]
     every = zip(slots, shared.tolist(), media.tolist(), strict=True)
     costs = [3 * s + 2 * s * (2 * depth + s) + more for s, depth, more in every]
+    if sliding is not None:
+        costs = (balance.costs(np.array(slots, np.int64), shared) + media).tolist()
     columns = [own, slots, rows["loss_tokens"].tolist(), costs]
     spans = list(zip(bounds.tolist(), bounds[1:].tolist(), strict=False))
     assert sums.tolist() == [[sum(column[begin:end]) for begin, end in spans] for column in columns]

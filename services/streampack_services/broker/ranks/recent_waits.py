@@ -4,8 +4,8 @@ A client sends totals since it began. ``RankTotals`` makes totals of them that c
 attached to this broker. Each recent figure is a difference of two such totals of the same process. The broker's
 thread reads the ranks in parts, and all calls are for such a part: the ranks from an index on.
 
-A row of figures has ``COLUMNS`` columns: seconds of data wait by cause, seconds of the trainer, steps returned, seconds
-that useful FLOPs need, and seconds of ranks that count them.
+A row of figures has ``COLUMNS`` columns. These are seconds of data wait by cause, seconds of the trainer, and steps
+returned. Two more are for the MFU: seconds that useful FLOPs need, and seconds of ranks that count them.
 """
 
 from __future__ import annotations

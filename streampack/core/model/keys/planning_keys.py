@@ -36,7 +36,9 @@ PACKER_KEYS = ("max_samples_per_pack", "leftovers", "micro_batch_size")
 class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The way in which packs are balanced over ranks, by a cost of a*s + b*s*s for each sample of s padded tokens.
 
-    The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives a = 6 * h, b = 1.
+    The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives a = 6 * h, b = 1. For
+    other models, ``ModelFlops.balance`` gives the factors. Linear attention lowers b; layers with a sliding window cost
+    ``sliding`` in place of b.
 
     FORM uses ``group``, never the mesh; the number of data-parallel ranks works best. The default of ``order`` is
     ``packer`` with kind ``none``, else ``largest_first``.
@@ -67,6 +69,13 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     b: Annotated[
         int, Meta(ge=0, lt=2**12, description="Factor b of a sample's cost, a * s + b * s * s for s tokens")
     ] = 1
+    sliding: Annotated[
+        tuple[Positive, Annotated[int, Meta(ge=0, lt=2**12)]] | None,
+        Meta(
+            description="Window in tokens, and factor c, of layers with a sliding window. A sample of s tokens costs "
+            "c * s * s more within the window, and c * window * (2 * s - window) beyond it"
+        ),
+    ] = None
     group: Annotated[
         Annotated[int, Meta(ge=1, le=2**16)] | None,
         Meta(
@@ -95,6 +104,8 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         setting = f"group: {self.group}" if self.group is not None else f"patience: {self.patience}"
         if self.kind != "joint" and (self.group is not None or self.patience != PATIENCE):
             raise ValueError(f"got `{setting}` with `kind: {self.kind}`, expected this key only with `kind: joint`")
+        if self.kind == "joint" and self.sliding is not None:
+            raise ValueError("got `sliding` with `kind: joint`, expected `kind: deal`, because joint compares squares")
 
     def planned(self, dp: int) -> Balance:
         """Return these settings with ``group`` set to ``dp``, for kind ``joint`` without a group.
@@ -107,6 +118,11 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     def factors(self) -> tuple[int, int]:
         """The factors (a, b) of the cost of tokens."""
         return (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
+
+    @property
+    def window_factors(self) -> tuple[int, int]:
+        """The window of layers with a sliding window, and the factor of their cost; (0, 0) without such layers."""
+        return self.sliding or (0, 0)
 
     @property
     def media_factors(self) -> tuple[int, int, int]:
@@ -122,6 +138,9 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         """
         a, b = self.factors
         costs: I64 = np.asarray(slots, np.int64) * (a + b * (2 * depths + np.asarray(slots, np.int64)))
+        if self.sliding is not None:
+            window, c = self.sliding
+            costs = costs + c * (_windowed(np.asarray(slots, np.int64) + depths, window) - _windowed(depths, window))
         return costs
 
     def extras_of(self, column: Callable[[str], I64 | int]) -> tuple[I64 | int, I64 | int]:
@@ -135,6 +154,13 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         """Return the whole cost of each sample, int64 [n]; arguments as for ``costs`` and ``extras_of``."""
         depths, others = self.extras_of(column)
         return self.costs(slots, depths) + others
+
+
+def _windowed(lengths: I64 | int, window: int) -> I64:
+    """Return the squares of lengths, without the parts that a sliding window leaves out, int64 [n]."""
+    near = np.minimum(lengths, window)
+    squares: I64 = near * (2 * np.asarray(lengths, np.int64) - near)
+    return squares
 
 
 class MediaLimits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
