@@ -63,6 +63,7 @@ from streampack_services.broker.serving.kept_hours import KeptHours
 from streampack_services.broker.serving.peer_messages import MessageReader, MessageSender
 from streampack_services.broker.serving.peer_reports import PeerReports
 from streampack_services.broker.serving.peer_sockets import PeerSockets
+from streampack_services.broker.serving.step_times import StepTimer
 from streampack_services.broker.serving.stopping import Stopping
 from streampack_services.broker.status import BrokerStatus
 from streampack_services.broker.turns import Turns
@@ -166,6 +167,7 @@ class BrokerService:
             )
             self._sender = MessageSender(self._sockets, self.arena, self.counters, self._events)
             self._performers = self._make_performers()
+            self._step_timer = StepTimer()
             self._reporter = Reporter(
                 config.run, self.endpoints, self.core, self.plan, self.arena, self.keeper, self.counters
             )
@@ -173,7 +175,8 @@ class BrokerService:
             """Replaced twice a second; any thread may read it."""
             self.rank_page = self._reporter.rank_page
             if config.state_dir is not None:
-                opened.callback(KeptHours(Path(config.state_dir), lambda: self.snapshot).close)
+                kept = KeptHours(Path(config.state_dir), lambda: self.snapshot, lambda: self._step_timer.times)
+                opened.callback(kept.close)
             opened.callback(self._packer.shutdown)
             self._opened = opened.pop_all()
         self.on_snapshot: Callable[[BrokerStatus], None] = lambda _: None
@@ -317,6 +320,7 @@ class BrokerService:
             self._handle(event)
             self._take_formed()
         self._take_formed()
+        self._step_timer.look(now, self.core.feeds.values())
         self._keep_log()
         if self._shipping is not None:
             addresses = self._shipping.standby_addresses

@@ -229,7 +229,7 @@ def report(
 ) -> None:  # fmt: skip
     """Show the hours lost to padding and to waits.
 
-    It also shows the hours that packing saved.
+    It also shows the hours that packing saved, and the useful MFU.
 
     Use this command after a run, or while the broker runs. The hours are sums over
     all ranks; the broker records them in its state_dir. The command also compares
@@ -240,15 +240,20 @@ def report(
     - greedy concatenation
     - first-fit decreasing over blocks of the window
 
+    For a state_dir, it fits the cost of packs to the last step times. It says how
+    well the cost explains them, and what a better cost would gain.
+
     \b
     Example:
         streampack report state/sft-8b --gpus 64 --tokens-per-second 9000
         streampack report http://node0:7400
     """
-    from streampack_services.plan import plan_inputs, savings
+    from streampack_services.plan import plan_inputs, savings, step_time_fit
 
     run = plan_inputs.run_of(what, feed, timeout)
-    saved = savings.savings(run, micro_batch, savings.rate_of(run, gpus, tokens_per_second))
+    folder = None if what is None or not Path(what).is_dir() else Path(what)
+    fit = None if folder is None else step_time_fit.fit_of(folder, feed)
+    saved = savings.savings(run, micro_batch, savings.rate_of(run, gpus, tokens_per_second), fit)
     print_result(saved, as_json, savings.show_savings)
     if png is not None:
         from streampack_services.plan import charts

@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from streampack.config.rules_settings import PlannedMesh
 from streampack.core.deal.assignment import deal_step, packs_of_mesh, split
-from streampack.core.model.keys.planning_keys import Positive
+from streampack.core.flops.cost_fit import StepLoad
+from streampack.core.model.keys.planning_keys import Balance, Positive
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.steps import PlannedStep
 from streampack.core.stats.padding import CAUSES, padding_of
 from streampack.errors import UserError
 from streampack_services.forecast.media_sizes import PATCHES, media_costs
+from streampack_services.ledger.step_rows import StepRows
 
 F64 = NDArray[np.float64]
 
@@ -120,6 +122,27 @@ def _deal(step: PlannedStep, lengths: I64, media: I64 | None, dp: int, pp: int) 
         slots, widths, costs[numbers], (costs - of_media - a * slots)[numbers], patches[numbers], times[numbers],
         int(real.sum()), padding_of(tokens, slots, widths, rules), len(step.packs),
     )  # fmt: skip
+
+
+def load_of(rows: StepRows, rules: Rules, dp: int, pp: int, balance: Balance | None = None) -> StepLoad:
+    """Return the load of a recorded step, dealt by ``rules`` to ``dp`` ranks; media and shared tokens count nothing.
+
+    ``balance`` says what a unit of attention is, by default that of the rules. A step whose packs DEAL splits counts as
+    if its packs were not split.
+    """
+    lengths, bounds = rows.own_lengths, rows.bounds
+    units = balance or rules.balance
+    if not units.factors[1] and not units.window_factors[1]:
+        units = Balance(b=1)
+    slots = -(-lengths // rules.align.sample) * rules.align.sample
+    attention = units.costs(slots) - units.factors[0] * slots
+    sums = np.stack([slots, attention, rules.balance.costs(slots)])
+    ends = np.concatenate([np.zeros((len(sums), 1), np.int64), np.cumsum(sums, axis=1)], axis=1)
+    by_pack = np.diff(ends[:, bounds])
+    empty = -len(bounds[1:]) % dp
+    by_pack = np.concatenate([by_pack, np.zeros((len(sums), empty), np.int64)], axis=1)
+    widths, numbers = rules.step_widths(by_pack[0], pp), deal_step(rules, by_pack[2], dp)
+    return StepLoad(widths[numbers].astype(np.float64), by_pack[1][numbers].astype(np.float64))
 
 
 def _columns(lengths: I64, media: I64 | None, rules: Rules) -> I64:

@@ -19,6 +19,28 @@ HOURS = "hours.json"
 """The file's name in a ``state_dir``."""
 
 
+MOST_TIMES = 2048
+"""Steps whose times are kept."""
+
+
+class StepTimes(Struct, frozen=True, kw_only=True):
+    """Seconds of the last steps of a feed, by step, on a mesh of ``dp`` ranks and ``pp`` pipeline stages."""
+
+    dp: int = 0
+    pp: int = 0
+    seconds: dict[int, float] = {}
+
+    def plus(self, more: StepTimes) -> StepTimes:
+        """Return the times of both; those of another mesh, and those before a step that is timed again, are dropped."""
+        if not more.seconds:
+            return self
+        same = (self.dp, self.pp) == (more.dp, more.pp)
+        first = min(more.seconds)
+        kept = {step: time for step, time in self.seconds.items() if same and step < first} | more.seconds
+        last = sorted(kept)[-MOST_TIMES:]
+        return StepTimes(dp=more.dp, pp=more.pp, seconds={step: kept[step] for step in last})
+
+
 class FeedHours(Struct, frozen=True, kw_only=True):
     """Sums over all ranks of a feed.
 
@@ -29,6 +51,7 @@ class FeedHours(Struct, frozen=True, kw_only=True):
         starved_s: Seconds in which ranks waited for data, by cause.
         useful_s: Seconds that the FLOPs of real tokens need at the devices' peak.
         timed_s: Seconds of the ranks that count these FLOPs.
+        step_times: Times of the last steps.
     """
 
     delivered_tokens: int = 0
@@ -37,6 +60,7 @@ class FeedHours(Struct, frozen=True, kw_only=True):
     starved_s: dict[str, float] = {}
     useful_s: float = 0.0
     timed_s: float = 0.0
+    step_times: StepTimes = StepTimes()
 
     def plus(self, more: FeedHours) -> FeedHours:
         """Return the sums of this broker and of an earlier one."""
@@ -52,6 +76,7 @@ class FeedHours(Struct, frozen=True, kw_only=True):
             delivered_tokens=self.delivered_tokens + more.delivered_tokens, waste_tokens=waste,
             trained_s=round(self.trained_s + more.trained_s, 3), starved_s=starved,
             useful_s=round(self.useful_s + more.useful_s, 3), timed_s=round(self.timed_s + more.timed_s, 3),
+            step_times=self.step_times.plus(more.step_times),
         )  # fmt: skip
 
 

@@ -9,6 +9,6 @@
 - ``stage_plan``: recommends a stage for a running broker, as ``streampack set stage`` takes it.
 - ``plan_report``: prints the result; ``charts`` draws it.
 
-``streampack report`` reads a run by ``plan_inputs``; ``savings`` compares it with other ways of batching, and prints
-the result. The folder starts nothing and changes no run.
+``streampack report`` reads a run by ``plan_inputs``; ``step_time_fit`` fits its cost to step times. ``savings``
+compares the run with other ways of batching, and prints the result. The folder starts nothing and changes no run.
 """

@@ -34,6 +34,7 @@ from streampack_services.forecast.forecast import rules_of_lengths, with_packer
 from streampack_services.forecast.run_lengths import Served
 from streampack_services.ledger.run_hours import FeedHours
 from streampack_services.plan.plan_report import new_table, print_whole, width_of
+from streampack_services.plan.step_time_fit import sentences_of
 from streampack_services.terminal import new_console
 
 Tree = dict[str, Any]
@@ -91,12 +92,12 @@ def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = N
     return slots
 
 
-def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
+def savings(run: Served, micro_batch: int | None, rate: Rate | None, fit: Tree | None = None) -> Tree:
     """Compare a run with other ways of batching; return a tree for JSON.
 
     ``run`` has the run's slots. ``others`` has the slots of each other way, and what the run saves against it. Savings
     are in slots, as a share, and in GPU hours if there is a ``rate``. ``micro_batch``: samples per micro-batch for
-    ``padding``; None uses the mean number of samples per pack.
+    ``padding``; None uses the mean number of samples per pack. ``fit``: that of the cost to step times.
     """
     rules = _whole(rules_of_lengths(run.rules), run.lengths)
     size = micro_batch or max(round(run.samples / run.filled_packs), 1)
@@ -122,6 +123,7 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "assumptions": _assumptions(run, size, rate),
         "gpus": rate.gpus if rate is not None else None,
         "hours": None if run.hours is None else _hours(run.hours),
+        "fit": fit,
         "order": run.order,
         "stages": run.stages,
         "run": _batching_figures(run.pack_slots, run.tokens, rate),
@@ -240,6 +242,7 @@ def show_savings(report: Tree) -> None:
         sentences.append(f"Media: {counts}. The fullest axis of packs: {fullest}.")
     if report["hours"] is not None:
         sentences += _hours_text(report["hours"])
+    sentences += sentences_of(report["fit"])
     for sentence in sentences:
         console.print()
         console.print(sentence)

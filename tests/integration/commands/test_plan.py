@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from streampack_services.audit import why
+from streampack_services.forecast.rank_loads import load_of
+from streampack_services.ledger.formed_by import FormingRules
+from streampack_services.ledger.run_hours import FeedHours, StepTimes, write_hours
+from streampack_services.ledger.state_dir import read_ledger
 
 import streampack
 from streampack.core.packers import PACKERS
@@ -97,6 +103,29 @@ def test_a_broker_knows_the_lengths_that_it_has_served(
     for name, row in by_log["others"].items():
         assert by_status["others"][name]["slots"] == pytest.approx(row["slots"], rel=0.1), "in another order"
     assert ask("report", f"file://{served.rendezvous}")["tokens"] == by_log["tokens"]
+
+
+def test_a_report_fits_the_cost_to_step_times_and_says_what_a_better_one_would_gain(
+    files: Path, served: RunningBroker, snapshot: dict[str, Any], tmp_path: Path
+) -> None:
+    """Times are planted: attention costs 100 times as much as the run's factors say."""
+    state = shutil.copytree(files / "state", tmp_path / "state")
+    with read_ledger(state) as ledger:
+        history = why.feed_of(ledger, None)
+        forming, times = FormingRules(ledger, history), dict[int, float]()
+        for rows in ledger.steps(history.name):
+            load = load_of(rows, forming.of(rows).rules, 2, 1)
+            times[rows.step] = float((245.76 * load.tokens + load.attention).max(axis=1).sum()) * 1e-7
+    write_hours(state, {history.name: FeedHours(step_times=StepTimes(dp=2, pp=1, seconds=times))})
+    fit = ask("report", state)["fit"]
+    assert fit["fitted"]["a"] == pytest.approx(245.76, rel=0.1)
+    assert (fit["before"], fit["fitted"]["b"]) == ({"a": 24576, "b": 1}, 1)
+    assert fit["r2"] == pytest.approx(1.0, abs=0.01)
+    assert fit["r2"] > fit["r2_before"]
+    assert fit["gain"] >= -0.01
+    assert "a fitted cost 1.00" in in_process("report", state).stdout
+    write_hours(state, {history.name: FeedHours(step_times=StepTimes(dp=2, pp=1, seconds={0: 1.0}))})
+    assert ask("report", state)["fit"]["why"] == "got 1 step times with the same balance, expected at least 30"
 
 
 def test_a_plan_is_made_from_what_a_run_has_served(

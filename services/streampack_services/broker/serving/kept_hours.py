@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from streampack.errors import UserError
 from streampack_services.broker.status import BrokerStatus
-from streampack_services.ledger.run_hours import FeedHours, read_hours, write_hours
+from streampack_services.ledger.run_hours import FeedHours, StepTimes, read_hours, write_hours
 
 log = logging.getLogger("streampack.broker")
 
@@ -18,10 +20,15 @@ EVERY_S = 10.0
 
 
 class KeptHours:
-    """Writes the hours of ``snapshot()``, added to those of earlier brokers, every ``EVERY_S`` and in ``close``."""
+    """Writes the hours of ``snapshot()``, added to those of earlier brokers, every ``EVERY_S`` and in ``close``.
 
-    def __init__(self, state_dir: Path, snapshot: Callable[[], BrokerStatus]) -> None:
-        self._where, self._snapshot = state_dir, snapshot
+    ``times`` returns the times of the last steps by feed.
+    """
+
+    def __init__(
+        self, state_dir: Path, snapshot: Callable[[], BrokerStatus], times: Callable[[], dict[str, StepTimes]] = dict
+    ) -> None:  # fmt: skip
+        self._where, self._snapshot, self._times = state_dir, snapshot, times
         self._before: dict[str, FeedHours] = {}
         self._failed = ""
         self._stop = threading.Event()
@@ -47,9 +54,10 @@ class KeptHours:
 
     def _write(self) -> None:
         """Write the hours, unless nothing was delivered; log the first of several equal errors."""
-        hours = {
-            name: self._before.get(name, FeedHours()).plus(now) for name, now in hours_of(self._snapshot()).items()
-        }
+        times, hours = self._times(), {}
+        for name, now in hours_of(self._snapshot()).items():
+            now = replace(now, step_times=times.get(name, now.step_times))
+            hours[name] = self._before.get(name, FeedHours()).plus(now)
         try:
             if any(hour.delivered_tokens for hour in hours.values()):
                 write_hours(self._where, hours)
