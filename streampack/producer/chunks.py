@@ -7,7 +7,7 @@ records. It does not know sockets or files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -51,7 +51,7 @@ def batches(source: Source, lease: Lease, share: float = 1.0) -> Iterator[TokenC
             f"expected at most {holds} ids. Set `tokens: int32` in broker.yaml, or set tokens_key in producer.yaml if "
             "the samples are already token ids"
         )
-    check_image_fields(lease.stream, getattr(source, "image_fields", {}), lease.sent_fields)
+    check_image_fields(f"streams.{lease.stream}", getattr(source, "image_fields", {}), lease.sent_fields)
     start = Cursor(*lease.cursor or (0, 0, 0))
     terms = LeaseLimits(lease)
     room = Room(max(int(terms.most * share), 1), max(int(terms.room * share), 1))
@@ -64,20 +64,17 @@ def batches(source: Source, lease: Lease, share: float = 1.0) -> Iterator[TokenC
     yield from _batches(records, terms, CHUNK_S, room, share)
 
 
-def check_image_fields(
-    stream: str, needed: Mapping[str, Mapping[str, Any]], fields: Sequence[Field]
-) -> None:  # fmt: skip
-    """Raise ConfigError if a run lacks a field that the images of a stream need, with the lines to write.
+def check_image_fields(where: str, needed: Mapping[str, Mapping[str, Any]], fields: Iterable[Field]) -> None:
+    """Raise ConfigError if a run lacks a field that the images of a stream need, with the line to write.
 
-    ``needed``: the fields, as in broker.yaml. ``fields``: those that the run declares.
+    ``where``: the stream, for the message. ``needed``: the fields, as in broker.yaml. ``fields``: those of the run.
     """
-    names = [field.name for field in fields]
+    names = {field.name for field in fields}
     missing = [name for name in needed if name not in names and not (name == LOSS_MASK and LABELS in names)]
     if missing:
-        lines = "".join(f"\n  {name}: {_flow(keys)}" for name, keys in needed.items())
         raise ConfigError(
-            f"streams.{stream}: got a tokenizer with a processor, but the run does not declare the fields "
-            f"{', '.join(missing)}, which its images need. Write in broker.yaml:\nfields:{lines}"
+            f"{where}: got a tokenizer with a processor, but the run does not declare {', '.join(missing)}, which "
+            f"images need. Write in broker.yaml: `fields: {_flow(needed)}`"
         )
 
 
@@ -85,7 +82,7 @@ def _flow(value: Any) -> str:
     """Return a value of a configuration as YAML in one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    return "[" + ", ".join(map(_flow, value)) + "]" if isinstance(value, list | tuple) else str(value)
 
 
 def batches_of(records: Iterable[RawSample], lease: Lease) -> Iterator[TokenChunk]:

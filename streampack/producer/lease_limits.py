@@ -128,7 +128,7 @@ class LeaseLimits:
                 raise SampleError(
                     f"{record.place}: got a sample with media but without position_ids, which the run declares with "
                     "shape [3]. Its media need positions in time, height and width, so 0 to n - 1 would be wrong. Add "
-                    "`position_ids`, as get_rope_index of your model returns them (docs/how-to/vision.md). Or set "
+                    "`position_ids`, as get_rope_index of your model returns them (docs/reference/media.md). Or set "
                     "`poison: drop` in `rules` or in the stream to drop and count such samples"
                 )
             if lease.poison == "error":

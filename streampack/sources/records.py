@@ -146,6 +146,10 @@ class OpenedSource(Source, Protocol):
     """The source that ``open_source`` returns: a Source that also knows its files and can be previewed."""
 
     @property
+    def image_fields(self) -> Mapping[str, Mapping[str, Any]]:
+        """Fields that a run declares for the images of the source's chats, as in broker.yaml; empty without images."""
+
+    @property
     def num_files(self) -> int:
         """Number of files that the source listed; 0 if it reads no files."""
 

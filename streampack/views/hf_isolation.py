@@ -15,9 +15,9 @@ carry a state along the row unless kernels for boundaries are installed (Mamba a
 two short samples through the model. The gradient of the second sample's outputs with respect to the first sample's
 embeddings must be 0, which masked attention gives exactly in any precision.
 
-In Gemma 3, tokens of an image see each other in both directions. transformers 5.24 computes the masks of a pack from
-positions in each sample. It looks up the image of a token at that position in the pack, which is another token. So
-packs with ``token_type_ids`` get their masks here.
+Tokens of an image see each other in Gemma 3. transformers 5.24 computes the masks of a pack from the positions in each
+sample. It looks up the image of a token at that position in the pack, where another token is. So packs with
+``token_type_ids`` get their masks here.
 """
 
 from __future__ import annotations

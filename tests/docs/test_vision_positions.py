@@ -16,7 +16,7 @@ from streampack.errors import SampleError
 from tests.docs.pages import BLOCKS
 from tests.integration.running import RunningBroker, running_broker, until
 
-(CONFIG,) = [yaml.safe_load(each.code) for each in BLOCKS if each.code.startswith("# broker.yaml\nrun: vlm")]
+(CONFIG,) = [yaml.safe_load(each.code) for each in BLOCKS if each.code.startswith("# broker.yaml\nrun: vlm\n")]
 IMAGE, START, END, VIDEO = 151655, 151652, 151653, 151656
 TEXT: dict[str, Any] = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
 

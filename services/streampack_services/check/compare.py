@@ -16,9 +16,11 @@ from msgspec.structs import replace
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig, ProducerStream
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field
 from streampack.errors import ConfigError
+from streampack.producer.chunks import check_image_fields
 from streampack.producer.first_rows import MASK, ROWS_AT_START
 from streampack.sources import RawSample, open_source, open_tokenizer
 from streampack.sources.settings import KEYS
+from streampack.sources.walk import image_fields_of
 from streampack_services.amounts import counted
 from streampack_services.broker.memory_plan import plan
 
@@ -96,6 +98,8 @@ def _check_samples(
 
     Raises ConfigError if they bring a mask that is not declared.
     """
+    tokenizer = open_tokenizer(stream.tokenizer or producer.tokenizer)
+    check_image_fields(where, image_fields_of(stream, tokenizer), (*fields, *plan(files.broker).rules.media_fields))
     if stream.source == "python":  # its first rows may take long
         return ""
     names = {field.name for field in fields}

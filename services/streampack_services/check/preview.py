@@ -7,6 +7,7 @@ the same reason, samples with a known key that only a declared field reads are s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice
 from operator import itemgetter
@@ -26,7 +27,10 @@ from streampack.core.stats.sample_warnings import advice
 from streampack.errors import UserError
 from streampack.producer.first_rows import MASK, NOT_APPLIED, meaning_of, of_known_key, passed_on, warnings_of
 from streampack.sources import RawSample, Tokenizer, open_tokenizer
+from streampack.sources.files.image_files import decoded, size_of
+from streampack.sources.files.read_bytes import read_bytes
 from streampack.sources.settings import KEYS
+from streampack.tokenizers.processors.image_family import PIXELS
 from streampack_services.amounts import media_text, size_text
 from streampack_services.daemons.producer import open_sources
 from streampack_services.terminal import new_console
@@ -35,6 +39,9 @@ Tree = dict[str, Any]
 _SIZES = Field(name="media_sizes", dtype="int64", axis="item")
 """A field of media. A sample's ``patches`` are read if there is one."""
 _MEDIA = "media_"
+_THUMBNAIL, _SHADES = 32, " ░▒▓█"
+"""Characters of the line that stands for an image, and the characters for dark to bright."""
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{2,}")
 _SHOWN = 4
 """Media items of a sample to show."""
 
@@ -75,9 +82,10 @@ def _first_samples(
     }
     records = {}
     for name, source in open_sources(msgspec.structs.replace(config, streams=streams)).items():
+        images = [Field(name=PIXELS, dtype="reference", axis="item")] if source.image_fields else []
         # A reference is passed on as it is, so any value may be read as one. The values say which of them are.
         media = [Field(name=key, dtype="reference", axis="item") for key in streams[name].fields if key != LOSS_MASK]
-        records[name] = list(islice(source.read(0, 1, seed=0, passes=1, fields=(MASK, *media, _SIZES)), count))
+        records[name] = list(islice(source.read(0, 1, seed=0, passes=1, fields=(MASK, *media, *images, _SIZES)), count))
     return records
 
 
@@ -97,10 +105,13 @@ def _sample(record: RawSample, applied: RawSample, tokenizer: Tokenizer, fields:
     ``applied`` is the sample with the known keys applied. If one of them rejects it, ``undeclared`` says so.
 
     Each of ``parts`` has its ``text``, whether it is ``learned``, and whether its tokens are ``special``. ``media`` has
-    the number of ``items`` and ``patches``, and the ``places`` of items by field. It is None without media. ``fields``:
+    the number of ``items`` and ``patches``, and the ``places`` of items by field. It is None without media. If a
+    processor reads the images, its ``images`` have the size, the tokens and a line of brightness of each. ``fields``:
     names of the fields in producer.yaml.
     """
     media, wrong = _media(record, fields)
+    if media is not None and PIXELS in record.fields:
+        media["images"] = [_image(reference, tokenizer) for reference in record.fields[PIXELS]]
     learned = record.fields.get(LOSS_MASK)
     mask = [1] * len(record.tokens) if learned is None else learned.tolist()
     special = np.isin(record.tokens, list(tokenizer.special_ids)).tolist() or [False] * len(mask)
@@ -117,6 +128,15 @@ def _sample(record: RawSample, applied: RawSample, tokenizer: Tokenizer, fields:
     }  # fmt: skip
 
 
+def _short(text: str) -> str:
+    """Return a text with a number in place of a special token that follows itself, as those of images do.
+
+    >>> _short("<|vision_start|><|image_pad|><|image_pad|><|image_pad|>")
+    '<|vision_start|><|image_pad|>(3 times)'
+    """
+    return _REPEATED.sub(lambda run: f"{run[1]}({len(run[0]) // len(run[1])} times)", text)
+
+
 def _media(record: RawSample, fields: list[str]) -> tuple[Tree | None, str | None]:
     """Return a sample's media as a tree, or None, and the reason why a producer rejects them, or None.
 
@@ -127,13 +147,26 @@ def _media(record: RawSample, fields: list[str]) -> tuple[Tree | None, str | Non
         patches = [] if sizes is None else [int(size) for size in sizes]
     except (TypeError, ValueError):
         return None, f"{PATCHES}: dtype"
-    values = {name: record.fields.get(f"{_MEDIA}{at}") for at, name in enumerate(fields)}
+    values: Tree = {name: record.fields.get(f"{_MEDIA}{at}") for at, name in enumerate(fields)}
+    values |= {PIXELS: record.fields[PIXELS]} if PIXELS in record.fields else {}
     places = {name: places for name, value in values.items() if (places := _places(value))}
     items = {len(items) for items in places.values()} | ({len(patches)} if sizes is not None else set())
     if not any(items):
         return None, None
     result = {"items": max(items), "patches": sum(patches), "places": places}
     return result, "media: items" if len(items) > 1 else None
+
+
+def _image(reference: Any, tokenizer: Any) -> Tree:
+    """Return the size and the tokens of an image, and its brightness from left to right as a line of text."""
+    size = size_of(reference)
+    try:
+        small = decoded(read_bytes(reference)).convert("L").resize((_THUMBNAIL, 1))
+        line = "".join(_SHADES[shade * len(_SHADES) // 256] for shade in small.tobytes())
+    except Exception as error:  # damaged pixels: the trainer raises for them
+        line = f"cannot be decoded: {' '.join(str(error).split())[:100]}"
+    tokens = sum(tokenizer.family.tokens_of(*size).repeats)
+    return {"height": size.height, "width": size.width, "num_tokens": tokens, "thumbnail": line}
 
 
 def _places(value: Any) -> list[Tree]:
@@ -174,19 +207,22 @@ def show_preview(streams: dict[str, list[Tree]]) -> None:
                 text.append("[[" * (learned and plain))
                 for part in parts:
                     before, after = ("{{", "}}") if plain and part["special"] else ("", "")
-                    text.append(before + part["text"] + after, style=style + " reverse" * part["special"])
+                    text.append(before + _short(part["text"]) + after, style=style + " reverse" * part["special"])
                 text.append("]]" * (learned and plain))
             console.print(text, soft_wrap=True)
             for field, places in media["places"].items() if media else ():
-                _show_places(console, field, places)
+                _show_places(console, field, places, media.get("images", []) if field == PIXELS else [])
 
 
-def _show_places(console: Console, field: str, places: list[Tree]) -> None:
-    """Print where the first items of a field are, one line each."""
-    for place in places[:_SHOWN]:
+def _show_places(console: Console, field: str, places: list[Tree], images: list[Tree]) -> None:
+    """Print where the first items of a field are, one line each; and their ``images``, if they are known."""
+    for number, place in enumerate(places[:_SHOWN]):
         size = "" if place["size"] is None else f", {size_text(place['size'])}"
         where = "in the sample" if place["uri"] is None else place["uri"].partition("?")[0]
         where += f" at byte {place['offset']:,}" if place["offset"] else ""
         console.print(f"  {field}: {where}{size}", style="dim", soft_wrap=True)
+        for image in images[number : number + 1]:
+            about = f"{image['width']} x {image['height']} pixels, {image['num_tokens']} tokens"
+            console.print(Text(f"    {about}  |{image['thumbnail']}|"), soft_wrap=True)
     if len(places) > _SHOWN:
         console.print(f"  {field}: {len(places) - _SHOWN} more", style="dim")

@@ -2,8 +2,8 @@
 
 Theory of operation. Pillow opens an image lazily: it reads the header, and no pixels. It reads through a file that
 fetches 64 KiB at a time. A producer learns the size this way (``size_of``), and a client decodes all bytes later
-(``decoded``). Both turn an image as its EXIF orientation says, and both refuse the same images. So an image that the
-client decodes has the size that the producer has announced.
+(``decoded``). Both turn an image as its EXIF orientation says, and both refuse the same images. So the decoded image has
+the size that the producer has announced.
 
 The pixels of an image are not read here, so a damaged image may have a good header. The client raises for it.
 """
@@ -85,7 +85,8 @@ def _size_of(reference: Reference) -> ImageSize:
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             if kind_of(error) == "final" or status_of(error) is None:
-                raise BadImage("image_missing", f"{reference.shown}: {text_of(error)}") from error
+                text = error.strerror or text_of(error)
+                raise BadImage("image_missing", f"{text}. Correct the path, or set image_folder") from error
             failure: Exception = error
         except WrongBytes as error:
             raise BadImage("image_unreadable", str(error)) from error

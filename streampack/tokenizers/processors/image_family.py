@@ -18,7 +18,7 @@ PIXELS = "pixel_values"
 
 
 class ImageTokens(NamedTuple):
-    """The text and the rows of one image.
+    """Text, rows and values of one image.
 
     - ``text``: the text in the place of the template's placeholder. It has the family's ``token`` once for each number
       in ``repeats``, in place of that many.

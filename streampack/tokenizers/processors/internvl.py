@@ -37,7 +37,7 @@ class InternVL(ImageFamily):
         best, least, (tile_height, tile_width) = (1, 1), float("inf"), self._tile
         for columns, rows in self._grids:
             off = abs(width / height - columns / rows)
-            # If grids are equally close, the one with more tiles counts, if the image has half of their pixels.
+            # Between grids that are equally close, the one with more tiles, if the image has half of their pixels.
             is_filled = height * width > 0.5 * tile_height * tile_width * columns * rows
             if off < least or (off == least and is_filled):
                 best, least = (columns, rows), off

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from PIL import Image
+from streampack_services.daemons.producer import open_sources
 from torch.nn.functional import cross_entropy
 
 import streampack
+from streampack.config.daemon_settings import ProducerConfig
+from streampack.config.typed_yaml import convert
+from tests.docs.pages import ROOT
+from tests.integration.running import producing_here, running_broker
 from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, oracle_of
 from tests.tokenizers.processors.random_chats import random_chat
 from tests.training.hf.processor_models import model_for
 
 CHATS = 7
+PAGE = (ROOT / "docs/how-to/vision.md").read_text()
+
+
+def of_page(kind: str) -> list[str]:
+    """The code blocks of the page, for a model in a folder of the test, on the CPU."""
+    blocks = re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
+    for text, other in (
+        ("models/Qwen2-VL-2B-Instruct", "model"), (', dtype="bfloat16").cuda()', ")"), (', device="cuda"', ""),
+        (", dtype=torch.bfloat16", ""), ("tcp://node0:7402", "ENDPOINT"),
+    ):  # fmt: skip
+        blocks = [block.replace(text, other) for block in blocks]
+    return blocks
 
 
 def loss_of(model: Any, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -69,3 +90,38 @@ def test_a_pack_is_its_chats_alone(family: str, attention: str, tmp_path: Path) 
     for got, wanted in zip(gradients, expected, strict=True):
         if got is not None:
             torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.timeout(180)
+def test_the_two_files_and_the_loop_of_the_page_train_on_llava_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = model_for("qwen2_vl", folder_of("qwen2_vl", Path("model")), "sdpa").float()
+    model.save_pretrained("model")
+    Path("data/images").mkdir(parents=True)
+    draw, rows = np.random.default_rng(0), []
+    for number in range(12):
+        Image.fromarray(draw.integers(0, 256, (60, 90, 3), dtype=np.uint8)).save(f"data/images/{number}.jpg")
+        turns = [{"from": "human", "value": "<image>\nwhat is this?"}, {"from": "gpt", "value": "a fox"}]
+        rows.append({"image": f"{number}.jpg", "conversations": turns} if number % 4 else {"conversations": turns[1:]})
+    Path("data/llava-0.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    producer, broker = map(yaml.safe_load, of_page("yaml"))
+    image = streampack.sources.open_tokenizer(streampack.sources.TokenizerSettings(processor="model"))._token  # type: ignore[attr-defined]
+    broker["fields"]["pixel_values"]["placeholder"]["tokens"] = [image]
+    broker["rules"] |= {"step": {"packs": 1}, "budget": 512}
+    loop, local, dummy = of_page("python")
+    names: dict[str, Any] = {}
+    config = convert(producer, ProducerConfig, "producer.yaml")
+    settings = broker | {"state_dir": str(tmp_path / "state"), "memory": "256MiB"}
+    with running_broker(settings) as running, producing_here(running.producers, open_sources(config)):
+        exec(compile(loop.replace("ENDPOINT", running.trainers), "vision.md", "exec"), names)
+    assert names["step"].index > 0
+    assert all(value.isfinite().all() for value in names["model"].parameters())
+    Path("chats.jsonl").write_text(json.dumps({"messages": rows[1]["conversations"], "images": "data/images/1.jpg"}))
+    exec(compile(f"import streampack\n{local}", "vision.md", "exec"), names)
+    names["batch"], before = {"pixel_values": None}, names["loss"].detach().clone()
+    names["loss"] = before
+    exec(compile(dummy.replace('device="cuda"', 'device="cpu"'), "vision.md", "exec"), names)
+    assert names["loss"] == before
+    names["loss"].backward()
