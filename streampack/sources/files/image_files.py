@@ -2,7 +2,7 @@
 
 Theory of operation. Pillow opens an image lazily: it reads the header, and no pixels. It reads through a file that
 fetches 64 KiB at a time. A producer learns the size this way (``size_of``), and a client decodes all bytes later
-(``decoded``). Both turn an image as its EXIF orientation says, and both refuse the same images. So the decoded image has
+(``decoded``). Both turn an image as its EXIF orientation says, and both refuse the same images. So a decoded image has
 the size that the producer has announced.
 
 The pixels of an image are not read here, so a damaged image may have a good header. The client raises for it.
