@@ -20,7 +20,10 @@ def from_transformers(source: Any) -> Tokenizer:
     """
     if not hasattr(source, "encode"):
         kind = type(source).__qualname__
-        raise ConfigError(f"tokenizer: got a {kind}, expected a tokenizer. Pass its attribute tokenizer")
+        raise ConfigError(
+            f"tokenizer: got a {kind}, expected a tokenizer. Pass its attribute tokenizer, or "
+            "tokenizer={'processor': FOLDER} for chats with images"
+        )
     if not getattr(source, "is_fast", False):
         return _SlowTokenizer(source)
     from streampack.tokenizers.tokenizer_json import FileTokenizer  # needs an optional package

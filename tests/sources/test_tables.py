@@ -144,7 +144,7 @@ BAD: list[tuple[Any, str]] = [
     ),
     (
         [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
-        r"\(messages\), .* messages has a part of the type 'image'\. Encode such chats with the processor",
+        r"\(messages\), .* messages has a part of the type 'image'\. For images, set tokenizer: \{processor: FOLDER\}",
     ),
 ]
 

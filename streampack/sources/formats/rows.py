@@ -254,10 +254,11 @@ def no_chat(key: str, messages: Any) -> str:
         parts = message.get("content") if isinstance(message, Mapping) else None
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, Mapping) and part.get("type") != "text":
-                why = (
-                    f"{key} has a part of the type {part.get('type')!r}. Encode such chats with the processor of your "
+                return Because(
+                    "messages",
+                    f"{key} has a part of the type {part.get('type')!r}. For images, set tokenizer: {{processor: "
+                    "FOLDER}, with the folder of your model",
                 )
-                return Because("messages", why + "model, and give input_ids with fields of media")
     return "messages"
 
 
