@@ -51,8 +51,9 @@ def read(reader: RowReader, row: dict[str, Any]) -> Sample:
 def test_ids_masks_grids_and_pixels_are_those_of_the_processor(family: str, folder: Path) -> None:
     place = folder_in(family, folder)
     oracle, reader, decode = oracle_of(place), reader_of(place), ProcessorDecoder(place)
-    # The processor of InternVL takes the text of its token in the data for an image.
-    for seed in range(0, CHATS, 2 if family == "internvl" else 1):
+    # The processor of InternVL takes the text of its token in the data for an image. transformers encodes such a text
+    # apart from the line ends before it, which Gemma 3 writes after an image.
+    for seed in range(0, CHATS, 2 if family in ("internvl", "gemma3") else 1):
         messages, paths = random_chat(folder, seed)
         sample = read(reader, {"messages": messages})
         plain = oracle.apply_chat_template(
