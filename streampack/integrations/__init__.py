@@ -5,6 +5,7 @@
 - ``jax``: JAX, in your own loop.
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
+- ``megatron_bridge``: Megatron-Bridge.
 - ``nemo_rl``: the policy workers of NeMo-RL.
 - ``roll``: ROLL.
 - ``torchtitan``: torchtitan.

@@ -60,8 +60,8 @@ def mesh_of(sharding: Any) -> dict[str, int]:
         readers[tuple(sorted(numbers))].append(process)
     if sum(map(len, readers)) != size or len({(len(key), len(each)) for key, each in readers.items()}) != 1:
         raise MeshError(
-            f"got {sharding}, whose processes hold the rows {dict(rows)} of {size}, expected processes with the same "
-            f"rows or with none in common. Each must have equally many. Order the devices by process"
+            f"got {sharding}, whose processes hold the rows {dict(rows)} of {size}. Expected equal numbers of "
+            f"processes with the same rows, and no other row in two processes. Order the devices by process"
         )
     here = jax.process_index()
     for number, key in enumerate(sorted(readers)):
