@@ -110,7 +110,7 @@ def plan_groups(
     Raises:
         ValueError: A sample is longer than the largest group has room for, or the costs are too large.
 
-    >>> plan = plan_groups(np.array([96, 16, 16, 16, 16]), 4, 32, 4, CpCosts())
+    >>> plan = plan_groups(np.array([96, 16, 16, 16, 16]), 4, 32, 4, CpCosts(node=0.05))
     >>> plan.size[plan.group_of].tolist(), plan.num_micro_batches
     ([4, 1, 1, 1, 1], 2)
     """
