@@ -243,8 +243,9 @@ def row_of(struct: Struct, name: str) -> tuple[str, str]:
 
 
 def shown_rows(struct: Struct) -> list[tuple[str, str]]:
-    """Return (label, text) of each figure of ``shown_in``."""
-    return [row_of(struct, place.figure.name) for place in shown_in(type(struct))]
+    """Return (label, text) of each figure of ``shown_in`` that has a value."""
+    rows = [row_of(struct, place.figure.name) for place in shown_in(type(struct))]
+    return [(label, text) for label, text in rows if text != "-"]
 
 
 def filled(struct: type[S], *sources: object, **values: Any) -> S:

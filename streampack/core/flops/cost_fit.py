@@ -1,8 +1,9 @@
 """Fit the factors of a cost to measured step times.
 
-A step takes as long as the dearest pack of each of its micro-batches: ``a`` seconds for each token with padding, ``b``
-for each unit of attention, and a constant. Which pack is the dearest depends on the factors, so the fit is repeated
-with the factors that it found. If all steps have about the same tokens, the constant cannot be told from ``a``.
+A step takes as long as the dearest pack of each of its micro-batches, and a constant. A pack takes ``a`` seconds for
+each token with padding, and ``b`` for each unit of attention. Which pack is the dearest depends on the factors, so the
+fit is repeated with the factors that it found. If all steps have about the same tokens, the constant cannot be told
+from ``a``.
 
 Steps that took much longer than the fit says are left out: a checkpoint or an evaluation was between two steps.
 """
@@ -68,8 +69,8 @@ def fit_cost(loads: Sequence[StepLoad], seconds: F64, a: float, b: float) -> Cos
         a: The run's factor of a token, in any unit.
         b: Its factor of a unit of attention, in the same unit.
     """
-    has_constant = np.array([load.tokens.sum() for load in loads])
-    constant = has_constant.std() > VARIES * has_constant.mean()
+    step_tokens = np.array([load.tokens.sum() for load in loads])
+    constant = bool(step_tokens.std() > VARIES * step_tokens.mean())
     kept = np.ones(len(loads), np.bool_)
     before = _critical(loads, a, b) @ np.array([a, b])
     best = np.array([a, b, 0.0])
@@ -100,11 +101,11 @@ def _least_squares(sums: F64, seconds: F64, constant: bool) -> F64:
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
     best, least = np.zeros(3), np.inf
     for used in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1]):
-        found = np.zeros(3)
-        found[used] = np.linalg.lstsq(columns[:, used] / scale[used], seconds, rcond=None)[0] / scale[used]
-        off = float(((seconds - columns @ found) ** 2).sum())
-        if found.min() >= 0 and off < least * (1 - 1e-9):
-            best, least = found, off
+        factors = np.zeros(3)
+        factors[used] = np.linalg.lstsq(columns[:, used] / scale[used], seconds, rcond=None)[0] / scale[used]
+        off = float(((seconds - columns @ factors) ** 2).sum())
+        if factors.min() >= 0 and off < least * (1 - 1e-9):
+            best, least = factors, off
     return best
 
 

@@ -29,25 +29,23 @@ class ModelFlops(Struct, frozen=True, kw_only=True):
 
     Use ``ModelFlops.of`` for a model's configuration. Write the numbers yourself for layers that it does not know.
 
-    Attributes:
-        token: FLOPs of a token in all layers, without pairs of tokens.
-        pair: FLOPs of a pair of tokens in all layers with full attention.
-        window_pair: FLOPs of a pair of tokens in all layers with a sliding window.
-        window: Tokens that a token sees in these layers, itself included.
-
     Example:
         >>> llama = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 128256}
         >>> flops = ModelFlops.of(llama | {"num_key_value_heads": 8, "intermediate_size": 14336})
         >>> flops.token, flops.pair
-        (45029523456, 1572864)
+        (45027950592, 1572864)
         >>> flops.samples(np.array([8192, 100]))
-        426155639046144
+        426162709856256
     """
 
     token: int
+    """FLOPs of a token in all layers, without pairs of tokens."""
     pair: int
+    """FLOPs of a pair of tokens in all layers with full attention."""
     window_pair: int = 0
+    """FLOPs of a pair of tokens in all layers with a sliding window."""
     window: int = 0
+    """Tokens that a token sees in these layers, itself included."""
 
     @classmethod
     def of(cls, config: Any) -> ModelFlops:
