@@ -32,7 +32,7 @@ from streampack.integrations.checks.tried_versions import Tried
 from streampack.integrations.megatron import TrainIterator, evaluations
 from streampack.views.megatron import packed_seq_params
 
-__all__ = ["BridgeDataset", "attach"]
+__all__ = ["attach"]
 
 TRIED = Tried("megatron-bridge", "0.6.2")
 ADVICE = "Set train.train_iters to that step, so that Bridge saves there"
