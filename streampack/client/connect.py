@@ -205,7 +205,7 @@ def _useful(model: Any, peak_tflops: float | None, mesh: Mesh) -> UsefulFlops | 
         )
     if model is None:
         return None
-    return UsefulFlops(ModelFlops.of(model), mesh.cp * mesh.tp * mesh.pp, (peak_tflops or 0.0) * TERA)
+    return UsefulFlops(ModelFlops.of(model), mesh.cp, mesh.tp * mesh.pp, (peak_tflops or 0.0) * TERA)
 
 
 def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:

@@ -26,18 +26,24 @@ _STEPS_KEPT = 32
 
 
 class UsefulFlops(NamedTuple):
-    """How useful FLOPs count: those of ``model``, over the ``devices`` that share a rank's packs.
+    """How useful FLOPs count: those of ``model``, over the devices that share a rank's packs.
 
+    These are ``cp`` context-parallel ranks, or the ranks of a pack's group, times ``others`` tensor and pipeline ranks.
     ``peak`` is the FLOPs that a device can do in a second; 0 if it is not known, and then there is no MFU.
     """
 
     model: ModelFlops
-    devices: int
+    cp: int
+    others: int
     peak: float
 
     def of(self, step: Step[Any]) -> float:
         """Return the useful FLOPs of one device for a step."""
-        return step.flops(self.model) / self.devices
+        if step.cp_sizes is None or step.lengths is None:
+            return step.flops(self.model) / (self.cp * self.others)
+        sizes: list[int] = np.unique(step.cp_sizes).tolist()
+        parts = [self.model.samples(step.lengths[step.cp_sizes == size]) / size for size in sizes]
+        return sum(parts) / self.others
 
 
 class ReadingFigures:

@@ -88,11 +88,13 @@ def build_step(
     places = -(-first.num_samples // mesh.dp)
     lengths = np.concatenate([content.lengths for content in contents])
     depths = [content.depths for content in contents if content.depths is not None]
+    sizes = [content.cp_sizes for content in contents if content.cp_sizes is not None]
     return Step(
         first.step, LazyPacks.of(contents), int(lengths.sum()), denominator(first),
         first.num_samples, first.digest.hex(), first.chain.hex(), "0" if first.stage is UNSET else first.stage.text,
         rules, Regrouping(rules, mesh.pp, places, np.concatenate(longest) if longest else None),
         lengths=lengths, shared=np.concatenate(depths) if depths else None,
+        cp_sizes=np.concatenate(sizes) if sizes else None,
     )  # fmt: skip
 
 
@@ -117,6 +119,8 @@ class Content:
     """Real tokens of each sample of the whole packs, without shared ones, int64 [samples]."""
     depths: I64 | None
     """Tokens that each sample shares, int64 [samples]; None without ``share``."""
+    cp_sizes: I64 | None
+    """Ranks that share the pack of each sample, int64 [samples]; None without dynamic context parallelism."""
 
     def groups(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return groups of packs as [first, stop), each of up to ``num_tokens`` tokens or of a single longer pack."""
@@ -207,7 +211,8 @@ def _content(
             values = _array(getattr(part, name) or bytes(4 * num_samples), "<u4", num_samples)
             attributes[optional.column] = Column(values.astype(optional.in_packs), laid.first_sample.tolist())
     by_pack = {name: rows(column) for name, column in attributes.items()}
-    return Content(tokens, num_packs, attributes, by_pack, own, depths)
+    cp_sizes = None if dynamic is None else np.repeat(shares, counts)
+    return Content(tokens, num_packs, attributes, by_pack, own, depths, cp_sizes)
 
 
 def _groups(part: StepPart, dynamic: DynamicCp, mesh: Mesh, rules: Rules) -> tuple[I64, I64, I64, I64]:

@@ -68,6 +68,8 @@ class Step(Generic[BatchT]):
     count for the sample before. None for a step that was not made by a loader."""
     shared: I64 | None = dataclass_field(default=None, repr=False, compare=False)
     """Tokens that each of these samples shares with the one before it; None without ``share``."""
+    cp_sizes: I64 | None = dataclass_field(default=None, repr=False, compare=False)
+    """Ranks that share the pack of each of these samples, with dynamic context parallelism; else None."""
 
     def report(self, values: Mapping[str, Any], *, reduce: Literal["sum", "same"] = "sum") -> None:
         """Report values of this rank's samples, such as rewards or losses, and wait until they are durable.

@@ -20,7 +20,7 @@ from tests.core.serve.desk import Desk, ping
 
 def test_the_mfu_is_the_useful_flops_of_finished_steps_over_the_time_with_waits() -> None:
     now = 0.0
-    figures = ReadingFigures(lambda: now, UsefulFlops(ModelFlops(token=1, pair=0), devices=1, peak=100.0))
+    figures = ReadingFigures(lambda: now, UsefulFlops(ModelFlops(token=1, pair=0), cp=1, others=1, peak=100.0))
     for flops in (60.0, 20.0, 1000.0):  # each step takes 1 s, after a wait of 1 s
         figures.begin_wait()
         now += 1.0
@@ -31,7 +31,7 @@ def test_the_mfu_is_the_useful_flops_of_finished_steps_over_the_time_with_waits(
     assert figures.starvation().useful_s == pytest.approx((60 + 20) / 100), "the last step is not done"
 
 
-@pytest.mark.parametrize("useful", [None, UsefulFlops(ModelFlops(token=1, pair=0), devices=1, peak=0.0)])
+@pytest.mark.parametrize("useful", [None, UsefulFlops(ModelFlops(token=1, pair=0), cp=1, others=1, peak=0.0)])
 def test_there_is_no_mfu_without_a_peak(useful: UsefulFlops | None) -> None:
     figures = ReadingFigures(useful=useful)
     for _ in range(3):

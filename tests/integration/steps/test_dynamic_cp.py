@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import streampack as sp
+from streampack.client.reading_stats import UsefulFlops
 from streampack.config.typed_yaml import convert
 from streampack.core.model.mesh import Mesh
 from streampack.errors import ConfigError, InvariantError, UserError
@@ -99,6 +100,19 @@ def test_the_shards_of_a_group_are_its_pack_and_every_sample_is_in_one_pack(dyna
         seen += ids
     assert sorted(seen) == list(range(len(LENGTHS)))
     assert {1, 8} < sizes
+
+
+def test_the_useful_flops_of_all_ranks_are_those_of_the_samples(dynamic: list[list[Step[Pack]]]) -> None:
+    model = sp.ModelFlops(token=5, pair=7, window_pair=3, window=16)
+    useful = UsefulFlops(model, 4, 1, 0.0)
+    for number in range(len(dynamic[0])):
+        steps = [of_rank[number] for of_rank in dynamic]
+        samples = {tuple(pack.sample_ids[at]): size for step in steps for pack in step for at, size in _lengths(pack)}
+        assert sum(map(useful.of, steps)) == pytest.approx(model.samples(np.array(list(samples.values()))), rel=1e-9)
+
+
+def _lengths(pack: Pack) -> list[tuple[int, int]]:
+    return list(enumerate(np.diff(pack.cu_seqlens)[: pack.num_samples].tolist()))
 
 
 def check_group(group: tuple[Pack, ...]) -> None:
