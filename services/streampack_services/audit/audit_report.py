@@ -55,6 +55,8 @@ def _show_step(report: Tree) -> None:
         ("loss tokens", f"{report['num_loss_tokens']:,}, the step's denominator"),
         ("media", media_text(report["num_items"], report["num_patches"]) if report["num_items"] else ""),
         ("stage", _stage_text(report["stage"])),
+        ("dealt by", _groups_text(report["dealt_by"]) if report["dealt_by"] else ""),
+        ("dealt later by", "; ".join(map(_groups_text, report["dealt_later_by"]))),
         ("digest", report["digest"]),
         ("chain", report["chain"]),
         ("reported", means and f"{means} (means of the samples)"),
@@ -81,6 +83,15 @@ def _stage_text(stage: Tree | None) -> str:
     late = ", the packs of the stage before until no longer sample waits" if stage["late"] else ""
     head = f"{stage['number']} ({stage['name']}), from step {stage['step']:,} on"
     return f"{head}: {packs}{stage['budget']:,} tokens{late}; weights {weights}"
+
+
+def _groups_text(dynamic: Tree | None) -> str:
+    """Return settings of dynamic context parallelism as text."""
+    if dynamic is None:
+        return "static cp"
+    return "groups of up to {max_group} ranks of {rank_tokens:,} tokens, exchange {node:g} and {across:g}".format(
+        **dynamic
+    )
 
 
 def _places_table(samples: list[tuple[int, Tree]]) -> Table:
@@ -148,20 +159,27 @@ def _events_of(report: Tree) -> list[tuple[str, str]]:
 def _packs_table(packs: list[Tree]) -> Table:
     """Return a table of a step's packs with their samples, and their rank and length if they were dealt."""
     table = new_table()
-    dealt = bool(packs) and "dp_rank" in packs[0]
+    dealt = bool(packs) and "micro_batch" in packs[0]
+    ranks = "ranks" if dealt and "first_rank" in packs[0] else "dp"
     media = ("num_items", "num_patches") if any(pack["num_items"] for pack in packs) else ()
     numbers = ("num_tokens", "num_loss_tokens", *media)
     heads = ("tokens", "loss", "items", "patches")[: len(numbers)]
-    add_numbers(table, (*(("micro", "dp") if dealt else ()), "pack", *(("length",) if dealt else ()), *heads))
+    add_numbers(table, (*(("micro", ranks) if dealt else ()), "pack", *(("length",) if dealt else ()), *heads))
     table.add_column("samples", overflow="fold")
     for pack in packs:
-        rank = (str(pack["micro_batch"]), str(pack["dp_rank"])) if dealt else ()
+        rank = (str(pack["micro_batch"]), _ranks_text(pack)) if dealt else ()
         split = dealt and pack["samples"] and pack.get("of", pack["pack"]) != pack["pack"]
         number = f"{pack['pack']} of {pack['of']}" if split else str(pack["pack"])
         long = (_length_text(pack),) if dealt else ()
         samples = _samples_text(pack["samples"]) or "empty"
         table.add_row(*rank, number, *long, *(f"{pack[key]:,}" for key in numbers), samples)
     return table
+
+
+def _ranks_text(pack: Tree) -> str:
+    """Return the ranks of a dealt pack as text: ``3``, or ``0-3`` for a group of the dp x cp ranks."""
+    first, count = pack.get("first_rank", pack.get("dp_rank")), pack.get("num_ranks", 1)
+    return f"{first}-{first + count - 1}" if count > 1 else str(first)
 
 
 def _length_text(pack: Tree) -> str:

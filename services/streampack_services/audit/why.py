@@ -15,7 +15,8 @@ import numpy as np
 
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dealt_steps import dealer_of
-from streampack.core.model.mesh import Mesh
+from streampack.core.deal.mesh_validation import mesh_refusal
+from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import EXTRA_ROW, I64, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
@@ -35,16 +36,20 @@ OTHER_COLUMNS = tuple(name for name in SHOWN_COLUMNS if name not in ("items", "p
 """Columns of a sample beside its media that a report shows where one is not 0."""
 
 
-def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None, pp_size: int = 1) -> Tree:
+def why_step(
+    ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None, pp_size: int = 1,
+    cp_size: int | None = None,
+) -> Tree:  # fmt: skip
     """Return a step's packs, samples, digests and events; with ``dp_size``, also the rank of each pack.
 
     ``feed``: name of the feed, None for the first one. ``pp_size``: pipeline stages, which change the packs of a batch.
-    Raises UserError if the step is not recorded or the mesh is not possible.
+    ``cp_size``: context-parallel ranks, which form groups with dynamic context parallelism. Raises UserError if the
+    step is not recorded or the mesh is not possible.
     """
     history = feed_of(ledger, feed)
     rows = recorded(ledger, history, step)
     formed, end = FormingRules(ledger, history).of(rows), history.end
-    rules = formed.rules
+    rules, (dealt_by, dealt_later) = formed.rules, history.dealt_at(rows.lsn)
     reported = ledger.reported(history.name, step, rows.lineage)
     return {
         "run": ledger.state.run,
@@ -62,6 +67,8 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
         "budget": rules.budget,
         "stage": _stage(history, rows, formed),
         "padded": rules.padded,
+        "dealt_by": _groups_of(dealt_by),
+        "dealt_later_by": [_groups_of(layout) for layout in dealt_later],
         "skipped": history.is_skipped(step),
         "skip_notes": history.skip_notes(step),
         "last": end is not None and step == end.num_steps - 1,
@@ -74,8 +81,34 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
         ],
         "reported": _means(reported),
         "partly_reported": partly(reported),
-        "packs": _packs(history, rows, reported, rules, dp_size, pp_size),
+        "packs": _packs(history, rows, reported, rules, _mesh(dp_size, pp_size, cp_size, dealt_by), dealt_by),
     }  # fmt: skip
+
+
+def of_rank(pack: Tree, dp_rank: int, cp_size: int | None) -> bool:
+    """Return whether a dealt pack is one of data-parallel rank ``dp_rank``, or of a group with one of its ranks."""
+    if "dp_rank" in pack:
+        return bool(pack["dp_rank"] == dp_rank)
+    first, cp = pack["first_rank"], cp_size or 1
+    return bool(first < (dp_rank + 1) * cp and dp_rank * cp < first + pack["num_ranks"])
+
+
+def _mesh(dp_size: int | None, pp_size: int, cp_size: int | None, dealt_by: str) -> Mesh | None:
+    """Return the mesh to deal packs on; None without ``dp_size``. Raises UserError if groups need ``cp_size``."""
+    if dp_size is None:
+        return None
+    if dealt_by and cp_size is None:
+        raise UserError(
+            "Got --dp-size without --cp-size for a feed with `cp: dynamic`, whose dp x cp ranks form groups. Pass the "
+            "number of context-parallel ranks of the mesh as --cp-size."
+        )
+    return Mesh(dp=dp_size, pp=pp_size, cp=cp_size or 1)
+
+
+def _groups_of(layout: str) -> Tree | None:
+    """Return the settings of dynamic context parallelism as a tree; None without it."""
+    dynamic = DynamicCp.of(layout or "static")
+    return None if dynamic is None else msgspec.structs.asdict(dynamic)
 
 
 def _stage(feed: FeedHistory, step: StepRows, formed: RulesFrom) -> Tree | None:
@@ -157,21 +190,22 @@ def _number(value: float) -> float | str:
 
 
 def _packs(
-    feed: FeedHistory, step: StepRows, reported: Reported, rules: Rules, dp_size: int | None, pp_size: int
+    feed: FeedHistory, step: StepRows, reported: Reported, rules: Rules, mesh: Mesh | None, dealt_by: str
 ) -> list[Tree]:  # fmt: skip
-    """Return a step's packs as FORM made them; with ``dp_size``, as DEAL gives the packs to ranks.
+    """Return a step's packs as FORM made them; with a ``mesh``, as DEAL gives the packs to ranks.
 
     A dealt pack has its ``micro_batch``, ``dp_rank`` and ``length`` in tokens. ``of`` is the number of the formed pack
     from which the samples come. In place of ``length``, a padded micro-batch has its number of ``rows`` and the
-    ``row_tokens`` of each row.
+    ``row_tokens`` of each row. The pack of a group of ranks (``dealt_by`` settings of dynamic context parallelism) has
+    ``first_rank`` and ``num_ranks`` in place of ``dp_rank``.
     """
     rows, align = step.rows, rules.align.sample
     slots = -(-step.own_lengths // align) * align
     costs = rules.balance.sample_costs(slots, step.column)
 
-    def pack(number: int, positions: I64, row_tokens: int | None = None) -> Tree:
-        """Return one pack as a tree; ``positions``: its rows in the step, ``row_tokens``: tokens of each padded row."""
-        places = slots[positions] if row_tokens is None else np.full(len(positions), row_tokens)
+    def pack(number: int, positions: I64, places: I64 | None = None) -> Tree:
+        """Return one pack as a tree; ``positions``: its rows in the step, ``places``: the tokens that each takes."""
+        places = slots[positions] if places is None else places
         offsets = (np.cumsum(places) - places).tolist()
         return {
             "pack": number,
@@ -184,7 +218,7 @@ def _packs(
             ],
         }
 
-    if dp_size is None:
+    if mesh is None:
         formed = (np.arange(begin, end) for begin, end in pairwise(step.bounds.tolist()))
         return [pack(number, positions) for number, positions in enumerate(formed)]
     sums = np.stack([step.own_lengths, slots, rows["loss_tokens"].astype(np.int64), costs])
@@ -194,21 +228,26 @@ def _packs(
     packs = PlannedPacks(handles, step.bounds, sums, [b""] * (len(step.bounds) - 1))
     planned = PlannedStep(step.step, packs, step.num_loss_tokens, step.num_samples, step.digest, step.chain, rules)
     try:
-        dealt = dealer_of(rules, table, DealtFigures()).deal(planned, Mesh(dp=dp_size, pp=pp_size), True)
+        if dealt_by and (refusal := mesh_refusal(mesh, rules, dealt_by)):
+            raise UserError(f"The feed cannot serve this mesh: {refusal}.")
+        dealt = dealer_of(rules, table, DealtFigures(), dealt_by or "zigzag").deal(planned, mesh, True)
     except ValueError as error:
         raise UserError(str(error)) from None
     widths, aligns = dealt.contents.widths, dealt.contents.aligns
     numbers = np.frombuffer(dealt.columns["packs_u32"], "<u4").tolist()
     positions_of = np.split(dealt.contents.handles - handles[:1], dealt.bounds[1:-1])  # a new table's are in order
-    shown = []
-    for micro_batch, rank in product(range(dealt.each), range(dp_size)):
+    shown, sizes, ranks = [], dealt.contents.sizes, dealt.contents.ranks
+    for micro_batch, rank in product(range(dealt.each), range(dealt.sizes[0])):
         at = rank * dealt.each + micro_batch
-        number, positions, length = numbers[at], positions_of[at], int(widths[at])
+        number, positions, length, unit = numbers[at], positions_of[at], int(widths[at]), int(aligns[at])
         place: Tree = {"micro_batch": micro_batch, "dp_rank": rank}
-        if "rows_u32" in dealt.columns:
-            row_tokens = int(aligns[at])
-            place |= {"length": length, "rows": length // row_tokens, "row_tokens": row_tokens}
-            shown.append(place | pack(number, positions, row_tokens))
+        if sizes is not None and ranks is not None:
+            if not ranks[at]:
+                place = {"micro_batch": micro_batch, "first_rank": rank, "num_ranks": int(sizes[at]), "length": length}
+                shown.append(place | pack(number, positions, -(-step.own_lengths[positions] // unit) * unit))
+        elif "rows_u32" in dealt.columns:
+            place |= {"length": length, "rows": length // unit, "row_tokens": unit}
+            shown.append(place | pack(number, positions, np.full(len(positions), unit)))
         else:
             of = int(np.searchsorted(step.bounds, positions[0], "right")) - 1 if len(positions) else number
             shown.append(place | {"of": of, "length": length} | pack(number, positions))

@@ -67,6 +67,12 @@ def why(
         typer.Option("--pp-size", metavar="N", min=1, rich_help_panel=ADVANCED,
                      help="Number of pipeline stages, which can change the number and length of packs."),
     ] = None,
+    cp_size: Annotated[
+        int | None,
+        typer.Option("--cp-size", metavar="N", min=1, rich_help_panel=ADVANCED,
+                     help="Number of context-parallel ranks. Required with --dp-size for a feed with `cp: dynamic`, "
+                     "to show which ranks shared each sample."),
+    ] = None,
     feed: Feed = None,
     state_dir: StateDir = None,
     config: Config = None,
@@ -104,7 +110,7 @@ def why(
     if (step is None) == (sample is None):
         got = "neither --step nor --sample" if step is None else "both --step and --sample"
         raise UserError(f"Got {got}. Pass exactly one of these options.")
-    for option, value in (("--dp", dp), ("--pp-size", pp_size)):
+    for option, value in (("--dp", dp), ("--pp-size", pp_size), ("--cp-size", cp_size)):
         if value is not None and dp_size is None:
             raise UserError(
                 f"Got {option} {value} without --dp-size. Pass the number of data-parallel ranks as --dp-size."
@@ -124,9 +130,10 @@ def why(
     with read_ledger(folder) as opened:
         if steps is not None:
             numbers = range(steps.first, steps.last + 1)
-            reports = [audit.why_step(opened, number, feed, dp_size, pp_size or 1) for number in numbers]
-            for answer in reports if dp is not None else ():
-                answer["packs"] = [pack for pack in answer["packs"] if pack["dp_rank"] == dp]
+            reports = [audit.why_step(opened, number, feed, dp_size, pp_size or 1, cp_size) for number in numbers]
+            if dp is not None:
+                for answer in reports:
+                    answer["packs"] = [pack for pack in answer["packs"] if audit.of_rank(pack, dp, cp_size)]
             if produce:
                 history = audit.feed_of(opened, feed)
                 sample_texts.add_places(history, reports, _sources(produce), texts=text)

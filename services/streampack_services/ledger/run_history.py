@@ -112,6 +112,8 @@ class FeedHistory:
     commits: list[int] = field(default_factory=list)
     ends: list[FeedEnded] = field(default_factory=list)
     tails: list[TailDropped] = field(default_factory=list)
+    dealt_by: list[tuple[int, str]] = field(default_factory=list)
+    """(lsn, settings of dynamic context parallelism) from a record on; the settings are empty without it."""
     first_snapshot: tuple[int, Snapshot] | None = None
     snapshots: dict[int, tuple[int, Snapshot]] = field(default_factory=dict)
     """(lsn, snapshot) of the snapshot with the highest step, by lineage."""
@@ -154,6 +156,11 @@ class FeedHistory:
     def changes_at(self, step: int, lsn: int = LATEST) -> list[RulesFrom]:
         """Return the first rules and those of each change up to ``step``, in order; ``lsn`` as for ``rules_at``."""
         return sorted((change for change in self.rules if change.step <= step and change.lsn <= lsn), key=_place_of)
+
+    def dealt_at(self, lsn: int) -> tuple[str, list[str]]:
+        """Return the settings of dynamic context parallelism at record ``lsn``, and other settings since then."""
+        now = next((settings for begin, settings in reversed(self.dealt_by) if begin <= lsn), "")
+        return now, [settings for begin, settings in self.dealt_by if begin > lsn]
 
     def rules_of_sample(self, stream: str, index: int) -> Rules:
         """Return the rules in force when sample ``index`` of a stream was merged; they decide where it was cut."""
@@ -356,6 +363,10 @@ class RunHistory:
             new |= _add_once(feed.skips, (first, last))
         for step in facts.commits:
             new |= _add_once(feed.commits, step)
+        dealt_by = facts.dealt_by or ""
+        if dealt_by != (feed.dealt_by[-1][1] if feed.dealt_by else ""):
+            feed.dealt_by.append((lsn, dealt_by))
+            new = True
         return new
 
     def _change(self, lsn: int, feed: FeedHistory, change: RulesChange) -> bool:

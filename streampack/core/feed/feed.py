@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from streampack.core.feed.checkpoints import Checkpoints
 from streampack.core.feed.merged_memory import MergedMemory
@@ -44,6 +45,7 @@ from streampack.core.journal.log_records import (
 from streampack.core.journal.recorder import Recorder
 from streampack.core.model.capacity import FeedPlan
 from streampack.core.model.keys.stage_keys import Stage, StageBegin
+from streampack.core.model.mesh import DynamicCp
 from streampack.core.model.rule_changes import Difference, Scheduled
 from streampack.core.model.rules import Rules, first_difference
 from streampack.core.model.samples import I64, SampleTable
@@ -74,7 +76,8 @@ class Feed:
         self._steps_ahead = steps_ahead
         self._table, self._leases, self._journal = table, leases, journal
         name, rules = plan.name, plan.rules
-        self.history = History(rules, sum(stream.partitions for stream in rules.streams))
+        dealt_by = UNSET if DynamicCp.of(plan.layout) is None else plan.layout
+        self.history = History(rules, sum(stream.partitions for stream in rules.streams), dealt_by)
         self.memory = MergedMemory(plan.merged_tokens, rules, max_sample_tokens, table, plan.max_extra_bytes)
         self._recorder = Recorder(name, self.history, journal, table)
         self.planner = Planner(

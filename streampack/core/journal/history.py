@@ -103,10 +103,12 @@ class History:
         published: The newest policy that trainers have published; None without one.
         is_cut: True if the first records were deleted from the log.
         trained: Samples and tokens of each stream in the recorded steps.
+        dealt_by: Settings of dynamic context parallelism, for readers of the log; UNSET without it.
     """
 
     rules: Rules
     num_partitions: int
+    dealt_by: str | UnsetType = UNSET
     lineage: int = 0
     lineage_step: int = 0
     changes: list[RulesChange] = field(default_factory=list)
@@ -431,5 +433,5 @@ class History:
             skips=self.skips, commits=self.commits,
             newest_version=UNSET if self.newest_version < 0 else self.newest_version,
             published=UNSET if self.published is None else self.published, trained=self.trained.facts(),
-            schedule=self.schedule,
+            schedule=self.schedule, dealt_by=self.dealt_by,
         )  # fmt: skip

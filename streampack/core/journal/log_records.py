@@ -76,6 +76,8 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
         trained: (number of steps counted, (samples, tokens) of each stream in them): see ``TrainedSamples``. Absent in
             older logs.
         schedule: Changes that were asked for and are not in ``changes``; absent without any.
+        dealt_by: Settings of dynamic context parallelism (``DynamicCp.layout``) that deal steps from this record on;
+            absent without them.
     """
 
     rules: Rules
@@ -88,6 +90,7 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
     published: PolicyPublished | UnsetType = msgspec.UNSET
     trained: tuple[Count, list[tuple[Count, Count]]] | UnsetType = msgspec.UNSET
     schedule: Schedule | UnsetType = msgspec.UNSET
+    dealt_by: str | UnsetType = msgspec.UNSET
 
 
 class Base(Record, frozen=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,15 +21,23 @@ from streampack.errors import ConfigError, InvariantError, UserError
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
 from streampack.sources import Source, SourceSettings, open_source
-from tests.integration.running import PATIENCE_S, folder, producing_here, running_broker, write_jsonl
+from tests.integration.running import (
+    PATIENCE_S,
+    folder,
+    in_process,
+    producing_here,
+    running_broker,
+    the_error,
+    write_jsonl,
+)
 
 LENGTHS = [int(x) for x in np.random.default_rng(3).lognormal(3.5, 1.2, 400).clip(1, 500)]
 RULES: dict[str, Any] = {"budget": 512, "step": {"packs": 6}, "shape": "exact", "window": {"samples": 64}}
 DYNAMIC = {"cp": "dynamic", "rank_tokens": 64, "max_group": 8, "exchange": {"node": 0.05, "across": 0.2}}
 
 
-def settings(feed: dict[str, Any], **planned: int) -> dict[str, Any]:
-    return {
+def settings(feed: dict[str, Any], state_dir: Path | None = None, **planned: int) -> dict[str, Any]:
+    return ({} if state_dir is None else {"state_dir": str(state_dir)}) | {
         "rules": RULES, "feeds": {"train": feed}, "planned_mesh": planned, "streams": {"web": {"partitions": 1}},
         "fields": {"weight": {"dtype": "float32"}, "whole": {"dtype": "int32", "cp": "replicate"}},
     }  # fmt: skip
@@ -64,8 +74,13 @@ def read_ranks(broker: Any, source: Source, dp: int, cp: int, **options: Any) ->
 
 
 @pytest.fixture(scope="module")
-def dynamic(source: Source) -> Iterator[list[list[Step[Pack]]]]:
-    with running_broker(settings(DYNAMIC, dp=2, cp=4)) as broker:
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run") / "state"
+
+
+@pytest.fixture(scope="module")
+def dynamic(source: Source, state: Path) -> Iterator[list[list[Step[Pack]]]]:
+    with running_broker(settings(DYNAMIC, state, dp=2, cp=4)) as broker:
         yield read_ranks(broker, source, 2, 4, verify=True)
 
 
@@ -152,6 +167,42 @@ def test_verify_knows_the_groups_of_all_ranks(dynamic: list[list[Step[Pack]]]) -
         sp.verify(broken)
 
 
+def why(state: Path, *words: str) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(in_process("why", "--state-dir", state, *words, "--json").stdout)
+    return answer
+
+
+def test_why_names_the_ranks_that_shared_each_sample(dynamic: list[list[Step[Pack]]], state: Path) -> None:
+    mesh = ("--dp-size", "2", "--cp-size", "4")
+    for step in range(3):
+        shown = {}
+        for pack in (answer := why(state, "--step", str(step), *mesh))["packs"]:
+            place = pack["micro_batch"], pack["first_rank"], pack["num_ranks"]
+            shown[place] = pack["length"], [(s["index"], s["offset"]) for s in pack["samples"]]
+        served = {}
+        for rank in range(8):
+            for number, pack in enumerate(tuple(dynamic[rank][step])):
+                assert pack.cp_ranks is not None
+                offsets = pack.cu_seqlens_padded[: pack.num_samples].tolist()
+                length = int(pack.cu_seqlens_padded[-1])
+                served[number, *pack.cp_ranks] = length, list(zip(pack.sample_ids[:, 1].tolist(), offsets, strict=True))
+        assert shown == served
+        assert answer["dealt_by"]["rank_tokens"] == 64
+        assert answer["dealt_later_by"] == []
+    of_rank = why(state, "--step", "0", *mesh, "--dp", "1")["packs"]
+    assert {pack["first_rank"] for pack in of_rank if pack["num_ranks"] < 8} <= {4, 5, 6, 7}
+    assert len({pack["micro_batch"] for pack in of_rank}) == len(dynamic[0][0])
+    text = in_process("why", "--state-dir", state, "--step", "0", *mesh).stdout
+    assert "groups of up to 8 ranks of 64 tokens, exchange 0.05 and 0.2" in text
+    assert re.search(r"\n +\d+ +0-7 +\d+", text), text
+
+
+def test_why_refuses_to_guess_a_mesh(dynamic: list[list[Step[Pack]]], state: Path) -> None:
+    where = ("why", "--state-dir", state, "--step", "0", "--dp-size")
+    assert "Pass the number of context-parallel ranks of the mesh as --cp-size" in the_error(in_process(*where, "8"), 2)
+    assert "got a budget of 512 tokens with 4 dp x cp ranks" in the_error(in_process(*where, "4", "--cp-size", "1"), 2)
+
+
 # Bad input
 
 
@@ -177,7 +228,7 @@ def test_a_feed_that_no_group_can_serve_is_refused_at_start(
     from streampack.config.daemon_settings import BrokerConfig
 
     with pytest.raises((ConfigError, ValueError), match=line):
-        checked(convert(settings(feed, **planned), BrokerConfig))
+        checked(convert(settings(feed, None, **planned), BrokerConfig))
 
 
 def test_a_mesh_or_format_that_groups_cannot_serve_is_refused(source: Source) -> None:

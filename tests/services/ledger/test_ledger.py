@@ -531,3 +531,16 @@ def test_a_source_whose_order_is_put_right_later_is_read_in_the_right_order() ->
     assert history.feeds["train"].begin_of("a") == (MIXED, 0, 0)
     assert history.add(3, SourceAccepted(stream="a", source_digest="data"))
     assert history.feeds["train"].begin_of("a") == (0, 0, 0)
+
+
+def test_the_history_tells_which_settings_of_dynamic_cp_dealt_a_step() -> None:
+    history = RunHistory()
+    settings = ["dynamic rank_tokens=64 max_group=8", "", "", "dynamic rank_tokens=128 max_group=8"]
+    for lsn, dealt_by in enumerate(settings):
+        facts = FeedFacts(rules=Rules(), dealt_by=dealt_by or UNSET)
+        is_new = history.add(10 * lsn, Base(run=1, run_name="r", epoch=lsn, feeds={"train": facts}, streams={}))
+        assert is_new == (lsn != 2), "a fact that is repeated is not stored again"
+    feed = history.feeds["train"]
+    assert feed.dealt_at(5) == (settings[0], ["", settings[3]])
+    assert feed.dealt_at(25) == ("", [settings[3]])
+    assert feed.dealt_at(31) == (settings[3], [])
