@@ -143,7 +143,7 @@ def _check_columns(part: NodePart) -> tuple[I64, list[int]]:
     sizes = {name: width * len(counts) for name, width in PACK_BYTES.items()}
     sizes |= {name: width * samples[-1] for name, width in SAMPLE_BYTES.items()}
     absent = [name for name in sizes if getattr(part, name) is msgspec.UNSET]
-    for name in (*absent, *(name for name in _OF_SOME_PACKS if not getattr(part, name))):
+    for name in {*absent, *(name for name in _OF_SOME_PACKS if not getattr(part, name))}:
         del sizes[name]
     if part.media is not msgspec.UNSET:
         part.media.arrays(samples[-1])

@@ -77,7 +77,7 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
         rows_u32: [p], tokens of a row of each pack, if the rules are ``padded``: a row for each sample, and at most
             one more of padding.
         group_firsts_u32, group_sizes_u32: [p], the first dp x cp rank and the number of ranks that share each pack,
-            with dynamic context parallelism; else empty.
+            with dynamic context parallelism; else absent.
         request: Number of the Get that this part answers. Parts of one request come in order, so a part before its
             turn shows that others are lost.
         stage: The stage of the step; UNSET for the first. Each part has it, so that it can be read alone.
@@ -107,8 +107,8 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
     rows_u32: bytes = b""
     request: Count = msgspec.field(default=0, name="resend")
     stage: StepStage | UnsetType = UNSET
-    group_firsts_u32: bytes = b""
-    group_sizes_u32: bytes = b""
+    group_firsts_u32: bytes | UnsetType = UNSET
+    group_sizes_u32: bytes | UnsetType = UNSET
     deal: Deal | UnsetType = UNSET
 
     def groups(self, dynamic: DynamicCp, ranks: int) -> tuple[I64, I64]:
@@ -116,7 +116,7 @@ class StepPart(OptionalColumns, FeedMessage, frozen=True):  # not kw_only: so Op
 
         Raises ValueError for groups that are not aligned powers of two within the ranks.
         """
-        columns = self.group_firsts_u32, self.group_sizes_u32
+        columns = self.group_firsts_u32 or b"", self.group_sizes_u32 or b""
         if any(len(column) != len(self.counts_u32) for column in columns) or self.deal is UNSET:
             raise ValueError(f"got {[*map(len, columns)]} bytes of groups, expected {len(self.counts_u32)} and a deal")
         firsts, sizes = (np.frombuffer(column, "<u4").astype(np.int64) for column in columns)
