@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from streampack.core.deal.assignment import packs_of_mesh
+from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, costs_refusal
 from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Rules
 
+MOST_TOKENS = 1 << 33
+"""The most tokens that a step may have, so that sums of costs do not overflow."""
 AFTER_RAMPS = 1 << 62
 """A step at which nothing grows any more."""
 
@@ -31,13 +34,39 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str, variable_lengths: bool =
 
 def _groups_refusal(mesh: Mesh, rules: Rules, dynamic: DynamicCp) -> str:
     """Return an error text if groups of ranks cannot share the packs of these rules; empty if they can."""
-    for name, got in (("share: prefix", rules.share), ("padded: true", rules.padded), (f"pp={mesh.pp}", mesh.pp > 1)):
+    batch, balance = rules.batch, rules.balance
+    unlike, anew = "groups of ranks share packs of different shapes", "groups of ranks get other packs than FORM makes"
+    for name, got, why in (
+        ("share: prefix", rules.share, unlike),
+        ("padded: true", rules.padded, unlike),
+        (f"pp={mesh.pp}", mesh.pp > 1, unlike),
+        ("step.micro_batch_multiple", batch and batch.micro_batch_multiple, "the plan of groups sets the number"),
+        ("step.min_micro_batches", batch and batch.min_micro_batches > 1, "the plan of groups sets the number"),
+        ("step.empty: error", batch and batch.empty == "error", "a plan of groups may leave ranks without samples"),
+        ("balance.kind: none", balance.kind == "none", "groups of ranks are always planned by cost"),
+        ("balance.patches", balance.patches, "the plan of groups knows no media"),
+        ("balance.items", balance.items, "the plan of groups knows no media"),
+        ("limits", rules.limits, anew),
+        ("max_samples_per_pack", rules.max_samples_per_pack, anew),
+        ("micro_batch_size", rules.micro_batch_size, anew),
+    ):
         if got:
             return (
-                f"got `cp: dynamic` with {name}, expected a feed without it, because groups of ranks share packs of "
-                f"different shapes. Remove `cp: dynamic` from the feed, or {name}"
+                f"got `cp: dynamic` with {name}, expected a feed without it, because {why}. Remove `cp: dynamic` from "
+                f"the feed, or {name}"
             )
-    return dynamic.refusal(mesh.dp * mesh.cp, rules.budget, rules.shape, rules.align.pack)
+    return dynamic.refusal(mesh.dp * mesh.cp, rules.budget, rules.shape, rules.align.pack) or _costs_refusal(
+        rules, dynamic
+    )
+
+
+def _costs_refusal(rules: Rules, dynamic: DynamicCp) -> str:
+    """Return an error text if the costs of a step could overflow on some mesh; empty if they cannot."""
+    costs = CpCosts(*rules.balance.factors, dynamic.node, dynamic.across, dynamic.node_ranks)
+    packs = rules.most_packs if rules.batch is None else rules.batch.samples or MOST_TOKENS
+    tokens = min(packs * rules.budget, MOST_TOKENS)
+    wrong = costs_refusal(costs, dynamic.max_group, rules.align.sample, rules.budget, tokens)
+    return f"got {wrong} in `rules.balance` and `exchange`" if wrong else ""
 
 
 def _packs_refusal(mesh: Mesh, rules: Rules, step: int) -> str:

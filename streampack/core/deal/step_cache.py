@@ -240,15 +240,20 @@ class KeptSteps:
         return "" if kept.skipped else kept.dealer.refusal(mesh, self._layout, number)
 
     def unfit(self, number: int, mesh: Mesh) -> str:
-        """Return the reason that the batch of a step cannot be served on ``mesh``; empty if it can.
+        """Return the reason that a step cannot be served on ``mesh``, by its samples; empty if it can.
 
-        If the rules have ``empty: error``, every rank must get a sample.
+        If the rules have ``empty: error``, every rank must get a sample. Groups of ranks break up groups of samples.
         """
         kept = self._steps[number]
-        batch = kept.step.rules.batch
+        batch, handles = kept.step.rules.batch, kept.step.packs.handles
+        if self._dynamic is not None and not kept.skipped and (self._table.keep[handles] == PACK).any():
+            return (
+                f"step {number}: got a group of samples that keep='pack' puts into one pack, with `cp: dynamic`, which "
+                f"puts samples into the packs of other ranks. Push groups without keep='pack', or set `cp: static`"
+            )
         if batch is None or batch.empty == "pad" or kept.skipped:
             return ""
-        counts, handles = self._deal(kept, mesh).contents.counts, kept.step.packs.handles
+        counts = self._deal(kept, mesh).contents.counts
         if counts.all():
             return ""
         count, num_groups = len(counts), int(np.count_nonzero(self._table.keep[handles] != PACK))

@@ -4,7 +4,7 @@ than groups of one size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack.core.deal.dynamic_cp import cp_plan_kernels
-from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, levels_of, plan_groups, plan_uniform
+from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, costs_refusal, levels_of, plan_groups, plan_uniform
 from streampack.core.deal.dynamic_cp.cp_plan_kernels import (
     MOST_COMPARED,
     cost_of,
@@ -21,6 +21,10 @@ from streampack.core.deal.dynamic_cp.cp_plan_kernels import (
     place_samples,
     total_cost,
 )
+from streampack.core.deal.mesh_validation import mesh_refusal
+from streampack.core.model.keys.planning_keys import Balance
+from streampack.core.model.mesh import DynamicCp, Mesh
+from streampack.core.model.rules import Batch, Rules
 from streampack.core.model.samples import I64
 from tests.core.deal.cp_checker import check_plan
 
@@ -187,3 +191,49 @@ def test_long_samples_get_more_ranks_and_short_ones_get_one() -> None:
     sizes = plan.size[plan.group_of]
     assert sizes[0] >= 4
     assert set(sizes[1:].tolist()) == {1}
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.integers(0, 2**12 - 1), st.floats(0, 64), st.integers(0, 12), st.integers(1, 20),
+    st.integers(0, 40), st.sampled_from([1, 16, 48]),
+)  # fmt: skip
+@example(2**32 - 1, 2**12 - 1, 64.0, 12, 20, 40, 1)
+@example(24576, 1, 0.2, 6, 20, 33, 1)
+def test_costs_that_a_feed_may_have_overflow_for_no_step(
+    a: int, b: int, across: float, group: int, longest: int, tokens: int, align: int
+) -> None:
+    """The steps with the largest costs, of samples of the longest and of the shortest length."""
+    longest, total = 1 << longest, 1 << min(tokens, longest + 12)
+    costs = CpCosts(a, b, 0.0, across)
+    wrong = costs_refusal(costs, 1 << group, align, longest, total)
+    for length in (1, longest):
+        lengths = np.full(min(total // length, 3000), length)
+        wrong_of_step = costs_refusal(costs, 1 << group, align, length, int(lengths.sum()))
+        assert not wrong_of_step or wrong, "a smaller step costs less"
+        if not wrong and len(lengths):
+            plan_groups(lengths, 1 << group, -(-longest // 32) * 32 * align, 1 << group, costs, align)
+    if not wrong:
+        return
+    assert f"expected at most 4.6e+18: the factors are a={a} and b={b}" in wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"batch": Batch(samples=8, micro_batch_multiple=2)}, "with step.micro_batch_multiple, expected"),
+        ({"batch": Batch(samples=8, min_micro_batches=2)}, "with step.min_micro_batches, expected"),
+        ({"batch": Batch(samples=8, empty="error")}, "with step.empty: error, expected"),
+        ({"balance": Balance("none")}, "with balance.kind: none, expected"),
+        ({"max_samples_per_pack": 4}, "with max_samples_per_pack, expected"),
+        ({"packer": "none", "micro_batch_size": 1}, "with micro_batch_size, expected"),
+        ({"packs": 1 << 17, "budget": 1 << 18, "balance": Balance(a=2**32 - 1, b=4095)}, "a=4294967295 and b=4095"),
+        ({"batch": Batch(), "budget": 1 << 18, "balance": Balance(a=2**32 - 1)}, "a=4294967295 and b=1"),
+        ({"balance": Balance("joint", group=4)}, ""),
+        ({"batch": Batch()}, ""),
+    ],
+)
+def test_settings_that_groups_would_ignore_are_refused(change: dict[str, Any], text: str) -> None:
+    layout = DynamicCp(rank_tokens=8192, max_group=64).layout
+    refusal = mesh_refusal(Mesh(dp=64), Rules(**{"packs": 64, **change}), layout)
+    assert refusal == text if not text else text in refusal
+    assert "\n" not in refusal

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.deal.dynamic_cp.cp_plan_kernels import (
     ONE,
@@ -162,12 +163,36 @@ def levels_of(max_group: int, align: int, costs: CpCosts) -> I64:
 
 def _check_sum(lengths: I64, levels: I64, costs: CpCosts) -> None:
     """Raise ValueError if the costs of all samples could overflow."""
+    if refusal := _sum_refusal(_most_costs(lengths, levels, costs).sum(), int(lengths.max(initial=0)), levels, costs):
+        raise ValueError(f"got {refusal}")
+
+
+def costs_refusal(costs: CpCosts, max_group: int, align: int, longest: int, tokens: int) -> str:
+    """Return why the costs of a step could overflow; empty if they cannot.
+
+    The other arguments are as for ``plan_groups``. The step has samples of 1 to ``longest`` tokens, and ``tokens`` in
+    all.
+    """
+    levels, ends = levels_of(max_group, align, costs), np.array([1, longest])
+    return _sum_refusal(tokens * (_most_costs(ends, levels, costs) / ends).max(), longest, levels, costs)
+
+
+def _most_costs(lengths: I64, levels: I64, costs: CpCosts) -> NDArray[np.float64]:
+    """Return a bound of what each sample can cost in the kernels' unit, float64 [n]; it grows faster than lengths."""
     slots = lengths.astype(np.float64) + levels[-1, 0]
-    exchange = float(levels[:, 2].max())
-    total = float(((costs.a * (1 + exchange / ONE) + costs.b * slots) * slots).sum()) * 2 ** len(levels)
-    total = max(total, costs.a * exchange * float(slots.max(initial=0)))
-    if total > MOST_SUM:
-        raise ValueError(f"got costs with a sum of {total:.1e}, expected at most {MOST_SUM:.1e}. Use smaller a and b")
+    most: NDArray[np.float64] = costs.a * (1 + levels[:, 2].max() / ONE) * slots + costs.b * slots * slots
+    return np.ldexp(most, len(levels))
+
+
+def _sum_refusal(total: float, longest: int, levels: I64, costs: CpCosts) -> str:
+    """Return why costs with a sum of up to ``total`` overflow; empty if they do not."""
+    total = max(total, costs.a * float(levels[:, 2].max()) * (longest + int(levels[-1, 0])))
+    if total <= MOST_SUM:
+        return ""
+    return (
+        f"costs of a step of up to {total:.1e}, expected at most {MOST_SUM:.1e}: the factors are a={costs.a} and "
+        f"b={costs.b}, and the exchange is {costs.node:g} and {costs.across:g}. Use smaller a and b"
+    )
 
 
 _Placed = tuple[int, I64, I64, I64, I64, I64]
