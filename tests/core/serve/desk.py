@@ -40,13 +40,13 @@ SNAPSHOTS: dict[bytes, Snapshot] = {}
 class Desk:
     """Readers of a feed that forms ``ahead`` steps beyond what all ranks have returned, and what they were told."""
 
-    def __init__(self, ahead: int = 6, packs: int = 4) -> None:
+    def __init__(self, ahead: int = 6, packs: int = 4, layout: str = "zigzag") -> None:
         self.now, self.ahead, self.durable = 0.0, ahead, True
         self.brings = True
         """Processes that are asked for their snapshot send it."""
         rules = self.rules = Rules(budget=16, packs=packs)
         self.readers = Readers(
-            Identity(1, EPOCH), "train", rules, "zigzag", SampleTable(), self
+            Identity(1, EPOCH), "train", rules, layout, SampleTable(), self
         )  # fmt: skip
         self.waiting_for: Callable[[], Missing] = lambda: Missing("forming", "of samples")
         self.rewinds: list[tuple[int, Snapshot | None]] = []

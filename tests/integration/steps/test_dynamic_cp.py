@@ -28,6 +28,7 @@ from tests.integration.running import (
     producing_here,
     running_broker,
     the_error,
+    write,
     write_jsonl,
 )
 
@@ -219,6 +220,16 @@ def test_why_refuses_to_guess_a_mesh(dynamic: list[list[Step[Pack]]], state: Pat
         ),
         (DYNAMIC, {"dp": 6}, "got a budget of 512 tokens with 6 dp x cp ranks, expected at most 256"),
         (DYNAMIC | {"rank_tokens": 65}, {"dp": 8}, "got rank_tokens=65, expected a multiple of 2"),
+        (
+            DYNAMIC | {"rules": {"step": {"samples": 8, "min_micro_batches": 2}}},
+            {"dp": 8},
+            "got `cp: dynamic` with step.min_micro_batches",
+        ),
+        (
+            DYNAMIC | {"stages": [{"name": "long", "at": {"step": 9}, "rules": {"budget": 1024}}]},
+            {"dp": 8},
+            "feeds.train.stages.long: no planned mesh can read this stage: got a budget of 1024 tokens",
+        ),
     ],
 )
 def test_a_feed_that_no_group_can_serve_is_refused_at_start(
@@ -231,8 +242,14 @@ def test_a_feed_that_no_group_can_serve_is_refused_at_start(
         checked(convert(settings(feed, None, **planned), BrokerConfig))
 
 
-def test_a_mesh_or_format_that_groups_cannot_serve_is_refused(source: Source) -> None:
+def test_a_mesh_or_a_live_stage_that_groups_cannot_serve_is_refused(source: Source, tmp_path: Path) -> None:
     with folder(), running_broker(settings(DYNAMIC, dp=2, cp=4)) as broker:
+        why = "the trainers cannot read this stage: got a budget of 1024 tokens with 8 dp x cp ranks, expected at most"
+        stage = write(tmp_path / "stage.yaml", {"name": "long", "at": {"step": 900}, "rules": {"budget": 1024}})
+        for words in (("stage", stage), ("rules", "budget=1024", "--at-step", "900")):
+            assert why in the_error(in_process("set", *words, "-e", broker.http), 1)
+        stage = write(tmp_path / "stage.yaml", {"name": "other", "at": {"step": 900}, "rules": {"step": {"packs": 12}}})
+        assert "stage other, from step 900 on" in in_process("set", "stage", stage, "-e", broker.http).stdout
         with pytest.raises(UserError, match="got `cp: dynamic` with pp=2, expected a feed without it"):
             sp.connect(broker.trainers, mesh={"dp": 8, "dp_rank": 0, "pp": 2, "pp_rank": 0}, format="numpy")
         with pytest.raises(UserError, match="with 4 dp x cp ranks, expected at most 256"):
