@@ -65,17 +65,36 @@ def batches(source: Source, lease: Lease, share: float = 1.0) -> Iterator[TokenC
 
 
 def check_image_fields(where: str, needed: Mapping[str, Mapping[str, Any]], fields: Iterable[Field]) -> None:
-    """Raise ConfigError if a run lacks a field that the images of a stream need, with the line to write.
+    """Raise ConfigError if a run lacks a field that the images of a stream need, or declares it for another processor.
 
     ``where``: the stream, for the message. ``needed``: the fields, as in broker.yaml. ``fields``: those of the run.
     """
-    names = {field.name for field in fields}
-    missing = [name for name in needed if name not in names and not (name == LOSS_MASK and LABELS in names)]
+    by_name = {field.name: field for field in fields}
+    missing = [name for name in needed if name not in by_name and not (name == LOSS_MASK and LABELS in by_name)]
     if missing:
         raise ConfigError(
             f"{where}: got a tokenizer with a processor, but the run does not declare {', '.join(missing)}, which "
             f"images need. Write in broker.yaml: `fields: {_flow(needed)}`"
         )
+    for name, keys in needed.items():
+        if name in by_name and (unfit := _unfit(by_name[name], keys)):
+            raise ConfigError(
+                f"{where}: got `{unfit[0]}` for the field {name} of the run, expected `{unfit[1]}`, as the processor "
+                f"makes images. Write in broker.yaml: `fields: {_flow(needed)}`. Or give the processor of this run"
+            )
+
+
+def _unfit(field: Field, keys: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what is declared for a field and what a processor needs, where they differ; None if they fit."""
+    declared: dict[str, Any] = {"axis": field.axis, "shape": list(field.shape)}
+    needed = {name: keys.get(name, default) for name, default in (("axis", "token"), ("shape", []))}
+    if field.placeholder is not None and (placeholder := keys.get("placeholder")):
+        tokens = list(field.placeholder.tokens)
+        has_all = set(placeholder["tokens"]) <= set(tokens)
+        declared["placeholder"] = {"tokens": tokens, "patches": field.placeholder.patches}
+        needed["placeholder"] = {**placeholder, "tokens": tokens if has_all else placeholder["tokens"]}
+    pairs = ((f"{name}: {_flow(declared[name])}", f"{name}: {_flow(needed[name])}") for name in declared)
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
 
 def _flow(value: Any) -> str:

@@ -34,6 +34,13 @@ def test_check_names_the_fields_that_a_run_lacks_and_shows_images(
     line = refused.stderr.partition("`fields: ")[2].partition("`")[0]
     assert "pixel_values: {dtype: reference, axis: item, placeholder: {tokens: [5], patches: 4}}" in line
     Path("broker.yaml").write_text(f"{Path('broker.yaml').read_text()}fields: {line}\n")
+    for right, wrong, expected in (
+        ("tokens: [5]", "tokens: [151655]", "expected `placeholder: {tokens: [5], patches: 4}`"),
+        ("patches: 4", "patches: 1", "got `placeholder: {tokens: [5], patches: 1}` for the field pixel_values"),
+        ("int64, axis: item, shape: [3]", "int64, axis: item, shape: [2]", "got `shape: [2]` for the field image_grid"),
+    ):
+        Path("wrong.yaml").write_text(Path("broker.yaml").read_text().replace(right, wrong))
+        assert expected in in_process("check", "producer.yaml", "wrong.yaml").stderr
     assert in_process("check", "producer.yaml", "broker.yaml").returncode == 0
     shown = in_process("check", "producer.yaml", "--samples", "1").stdout
     assert "90 x 60 pixels, 6 tokens  |" + 32 * "█" + "|" in shown
