@@ -46,6 +46,8 @@ BY_POSITIONS = ("sdpa", "eager", "flex_attention")
 """Attention implementations that find samples by position_ids alone; flash attention gets their boundaries."""
 _TWO_WAY = ("gemma3",)
 """Types of models whose tokens of an image see each other."""
+_BY_PATCHES, _BY_IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("internvl", "gemma3")
+"""Types of models by the shape of their ``pixel_values``: rows of patches, or whole images and tiles."""
 _FIRST, _SECOND = 5, 6
 _NOISE = 1e-6
 """Largest gradient that rounding may leave, as a share of the second sample's own gradient."""
@@ -80,6 +82,7 @@ def _guarded(call: Callable[..., Any], guarded: type) -> Callable[..., Any]:
         if _inside.get():
             return call(self, *args, **_without_cache(model, args, keywords))
         _check_arguments(model, keywords)
+        check_images(model, keywords)
         keywords = _with_image_masks(model, keywords)
         return _call(call, self, args, _without_cache(model, args, keywords))
 
@@ -145,6 +148,30 @@ def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
         )
     if mask is None and "seq_idx" in keywords and attention_of(model) in BY_POSITIONS:
         _check_positions(keywords.get("position_ids"), keywords["seq_idx"])
+
+
+def check_images(model: Any, keywords: Mapping[str, Any]) -> None:
+    """Raise UserError for a pack whose images are those of another model's processor.
+
+    Only shapes are compared. ``keywords``: the arguments of the call.
+    """
+    config = model.config
+    pixels, kind = keywords.get("pixel_values"), getattr(config, "model_type", "")
+    if not isinstance(pixels, torch.Tensor) or kind not in (*_BY_PATCHES, *_BY_IMAGES):
+        return
+    expected = "[images or tiles, channels, height, width]"
+    is_right = pixels.ndim == 4
+    if kind in _BY_PATCHES:
+        vision = config.vision_config
+        side = vision.patch_size
+        width = vision.in_channels * vision.temporal_patch_size * side * side
+        expected = f"[patches, {width}], patches of {side} x {side} pixels"
+        is_right = pixels.ndim == 2 and pixels.shape[1] == width
+    if not is_right:
+        raise UserError(
+            f"got pixel_values of shape {list(pixels.shape)} for a model of the type {kind}, expected {expected}. Give "
+            "the folder of this model's processor in `tokenizer: {processor: FOLDER}`, and in Media(processor=FOLDER)"
+        )
 
 
 def _with_image_masks(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 import streampack
 from streampack.config.daemon_settings import ProducerConfig
 from streampack.config.typed_yaml import convert
+from streampack.errors import UserError
 from tests.docs.pages import ROOT
 from tests.integration.running import producing_here, running_broker
 from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, oracle_of
@@ -90,6 +91,69 @@ def test_a_pack_is_its_chats_alone(family: str, attention: str, tmp_path: Path) 
     for got, wanted in zip(gradients, expected, strict=True):
         if got is not None:
             torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def one_batch(folder: Path, chats: list[Any]) -> Any:
+    """The first pack of some chats, in their order."""
+    with streampack.local(
+        [{"messages": chat} for chat in chats], tokenizer={"processor": str(folder)}, budget=1024, format="hf",
+        shuffle=False, prefetch=1,
+    ) as loader:  # fmt: skip
+        return next(iter(loader))
+
+
+@pytest.mark.usefixtures("only_float64")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FOLDERS)
+def test_other_pixels_and_another_text_of_a_chat_do_not_move_its_neighbors(
+    family: str, attention: str, tmp_path: Path
+) -> None:
+    folder = folder_of(family, tmp_path / family)
+    model = model_for(family, folder, attention).eval()
+    for number in range(3):
+        Image.effect_noise((90, 60), 100).convert("RGB").save(tmp_path / f"{number}.png")
+
+    def chat(number: int, text: str = "what is this?") -> list[dict[str, Any]]:
+        asked = [{"type": "image", "path": str(tmp_path / f"{number}.png")}, {"type": "text", "text": text}]
+        return [{"role": "user", "content": asked}, {"role": "assistant", "content": [{"type": "text", "text": "ok"}]}]
+
+    outputs = list[Any]()
+    for changed in (False, True):
+        chats = [chat(0), chat(1, "tahw is this?" if changed else "what is this?"), chat(2)]
+        if changed:
+            Image.new("RGB", (90, 60), (250, 3, 90)).save(tmp_path / "1.png")
+        batch = one_batch(folder, chats)
+        assert batch.num_samples == 3
+        batch["pixel_values"] = batch["pixel_values"].double()
+        with torch.no_grad():
+            parts = streampack.per_sample(model(**batch).logits, batch)
+        numbers = batch.sample_ids[:, 1].tolist()
+        outputs.append(dict(zip(numbers, parts, strict=True)))
+    before, after = outputs
+    least = min(len(before[1]), len(after[1]))
+    assert float((before[1][:least] - after[1][:least]).abs().max()) > 1e-4
+    for number in (0, 2):
+        torch.testing.assert_close(before[number], after[number], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("family", "other", "expected"),
+    [
+        ("qwen2_vl", "qwen3_vl", r"\[\d+, 1176\] for a model of the type qwen3_vl, expected \[patches, 1536\]"),
+        ("gemma3", "qwen2_vl", r"\[1, 3, 32, 32\] for a model of the type qwen2_vl, expected \[patches, 1176\]"),
+        ("qwen2_5_vl", "internvl", r"\[\d+, 1176\] for a model of the type internvl, expected \[images or tiles"),
+    ],
+)
+def test_a_model_rejects_images_of_the_processor_of_another_model(
+    family: str, other: str, expected: str, tmp_path: Path
+) -> None:
+    Image.new("RGB", (90, 60)).save(tmp_path / "a.png")
+    asked = [{"type": "image", "path": str(tmp_path / "a.png")}, {"type": "text", "text": "what?"}]
+    answer = [{"type": "text", "text": "ok"}]
+    chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    batch = one_batch(folder_of(family, tmp_path / family), [chat])
+    with pytest.raises(UserError, match=f"got pixel_values of shape {expected}"):
+        model_for(other, folder_of(other, tmp_path / other), "sdpa")(**batch)
 
 
 @pytest.mark.timeout(180)
