@@ -46,6 +46,7 @@ def _groups_refusal(mesh: Mesh, rules: Rules, dynamic: DynamicCp) -> str:
         ("balance.kind: none", balance.kind == "none", "groups of ranks are always planned by cost"),
         ("balance.patches", balance.patches, "the plan of groups knows no media"),
         ("balance.items", balance.items, "the plan of groups knows no media"),
+        ("balance.sliding", balance.sliding, "the cost of groups of ranks has no windows"),
         ("limits", rules.limits, anew),
         ("max_samples_per_pack", rules.max_samples_per_pack, anew),
         ("micro_batch_size", rules.micro_batch_size, anew),

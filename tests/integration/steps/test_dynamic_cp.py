@@ -242,6 +242,16 @@ def test_a_feed_that_no_group_can_serve_is_refused_at_start(
         checked(convert(settings(feed, None, **planned), BrokerConfig))
 
 
+def test_windows_in_the_cost_are_refused_with_groups() -> None:
+    from streampack.config.config_validation import checked
+    from streampack.config.daemon_settings import BrokerConfig
+
+    config = settings(DYNAMIC, None, dp=8)
+    config["rules"] = RULES | {"balance": {"a": 9, "b": 0, "sliding": [16, 1]}}
+    with pytest.raises(ConfigError, match="got `cp: dynamic` with balance.sliding, expected a feed without it"):
+        checked(convert(config, BrokerConfig))
+
+
 def test_a_mesh_or_a_live_stage_that_groups_cannot_serve_is_refused(source: Source, tmp_path: Path) -> None:
     with folder(), running_broker(settings(DYNAMIC, dp=2, cp=4)) as broker:
         why = "the trainers cannot read this stage: got a budget of 1024 tokens with 8 dp x cp ranks, expected at most"
