@@ -63,7 +63,8 @@ def arranged(batch: View, cp: int) -> View:
 
     Without ``sft``, Megatron's ``get_batch`` gives each of ``cp`` ranks two chunks of the row (``zigzag_pack``). But
     attention, rotary embeddings and multi-token prediction expect two chunks of each sample (``zigzag``). So the tokens
-    of a rank's samples lie where Megatron takes the rank's part of the row. Boundaries stay the same.
+    of a rank's samples lie where Megatron takes the rank's part of the row. So do declared fields of axis
+    ``token`` and all other values by token. Boundaries and ``batch.canonical`` stay the same.
     """
     bounds = batch["cu_seqlens"][0].numpy()
     order = np.empty(bounds[-1], np.int64)
@@ -71,8 +72,15 @@ def arranged(batch: View, cp: int) -> View:
         samples, rows = (_indices(*shard_slices(bounds, cp, rank, kind)) for kind in ("zigzag", "zigzag_pack"))
         order[rows] = samples
     index = torch.from_numpy(order)
-    changed = {name: batch[name].index_select(-1, index) for name in _OF_TOKENS if name in batch}
-    return View({**batch, **changed}, batch.canonical, batch.rest, batch.rules, batch.copied)
+    changed = {name: batch[name][..., index] for name in _OF_TOKENS if name in batch}
+    fields = () if batch.rules is None else batch.rules.fields
+    rest = dict(batch.rest)
+    for name in ("padding_mask", *(field.name for field in fields if field.axis == "token")):
+        if name in rest:
+            rest[name] = rest[name][index]
+    if "input_ids" in rest:
+        rest["input_ids"] = changed["tokens"]
+    return View({**batch, **changed}, batch.canonical, rest, batch.rules, batch.copied)
 
 
 def _indices(start: I64, stop: I64) -> I64:

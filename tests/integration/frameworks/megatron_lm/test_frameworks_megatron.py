@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import streampack
 from streampack import integrations
 from streampack.config.typed_yaml import convert
 from streampack.core.layout.shards import shard_slices
@@ -156,6 +157,23 @@ def test_a_shard_of_an_arranged_row_has_the_parts_of_each_sample_that_attention_
         shard = get_batch_on_this_cp_rank({name: row[name] for name in keys}, group)
         for name in keys:
             assert torch.equal(shard[name], keys[name][:, expected])
+
+
+def test_all_values_by_token_of_an_arranged_row_are_those_of_its_tokens() -> None:
+    lengths = (29, 3, 17)
+    fields: dict[str, Any] = {"half": {"dtype": "float32"}, "pair": {"dtype": "uint16", "shape": [2]}}
+    rows = [{"tokens": list(range(1, n)), "half": np.arange(1, n) / 2, "pair": [[t, 7] for t in range(1, n)]}
+            for n in lengths]  # fmt: skip
+    with streampack.local(rows, budget=64, packs=1, align=8, format="megatron", fields=fields) as loader:
+        (batch,) = next(loader.steps())
+        assert isinstance(batch, View)
+        row = arranged(batch, 4)
+    real = ~row.padding_mask
+    assert not torch.equal(row["tokens"], batch["tokens"])
+    assert torch.equal(row.input_ids, row["tokens"])
+    assert int(real.sum()) == sum(lengths) - len(lengths)
+    assert torch.equal(row.half[real] * 2, row["tokens"][0, real].float())
+    assert torch.equal(row.pair[real, 0].long(), row["tokens"][0, real])
 
 
 def test_durable_checkpoints_are_committed_and_any_mesh_goes_on_from_what_rank_0_saved(
