@@ -88,7 +88,8 @@ def arrays(step: Step[Pack], sharding: Any, part: slice = slice(None)) -> dict[s
         - The declared fields of axis ``token``, in the dtypes that jax allows. Other fields stay in the packs.
 
     Raises:
-        UserError: Packs may have different lengths or share tokens, or they do not fit the devices.
+        UserError: Packs may have different lengths or share tokens, they do not fit the devices, or jax cannot hold the
+            values of a field.
 
     Example:
         >>> for step in loader.steps():  # doctest: +SKIP
@@ -116,15 +117,42 @@ def arrays(step: Step[Pack], sharding: Any, part: slice = slice(None)) -> dict[s
             f"all, because {sharding} has so many shards of rows. Set rules.step.packs in broker.yaml to a multiple"
         )
     rows = [_row_of(pack, rules) for pack in packs]
-    columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    return {name: jax.make_array_from_process_local_data(sharding, values) for name, values in columns.items()}
+    columns = {name: _in_jax(name, np.stack([row[name] for row in rows])) for name in rows[0]}
+    return {
+        name: jax.make_array_from_process_local_data(_sharding_of(name, values, sharding), values)
+        for name, values in columns.items()
+    }
+
+
+def _in_jax(name: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Return values in the dtype that jax allows. Raises UserError for integers that it cannot hold."""
+    allowed = values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
+    if values.dtype.kind in "ui" and not np.array_equal(allowed, values):
+        raise UserError(
+            f"got values of the field {name!r} that {allowed.dtype} cannot hold, and jax makes {allowed.dtype} of "
+            f"{values.dtype}. Set JAX_ENABLE_X64=1, or send smaller values"
+        )
+    return allowed
+
+
+def _sharding_of(name: str, values: NDArray[Any], sharding: Any) -> Any:
+    """Return the sharding of an array: that of rows and tokens, also for position ids [rows, 3, T]."""
+    if name == "position_ids" and values.ndim == 3 and len(getattr(sharding, "spec", ())) > 1:
+        rows, *tokens = sharding.spec
+        spec = jax.sharding.PartitionSpec(rows, None, *tokens)
+        return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return sharding
 
 
 def _row_of(pack: Pack, rules: Rules) -> dict[str, NDArray[Any]]:
     """Return the arrays of a pack, [T] each, or more axes."""
     segments = np.repeat(np.arange(1, pack.num_segments + 1, dtype=np.int32), np.diff(pack.cu_seqlens_padded))
     return {
-        **{field.name: pack.fields[field.name] for field in rules.fields if field.axis == "token"},
+        **{
+            field.name: pack.fields[field.name]
+            for field in rules.fields
+            if field.axis == "token" and field.name in pack.fields
+        },
         "input_ids": pack.input_ids.astype(np.int32), "labels": pack.labels.astype(np.int32),
         "position_ids": pack.position_ids.astype(np.int32), "segment_ids": np.where(pack.padding_mask, 0, segments),
     }  # fmt: skip
@@ -138,7 +166,10 @@ def _places(sharding: Any) -> tuple[dict[int, set[int]], dict[int, set[int]], in
     """
     size = sharding.num_devices
     rows, columns = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
-    places = sharding.devices_indices_map((size, size))
+    try:
+        places = sharding.devices_indices_map((size, size))
+    except (IndexError, ValueError) as error:
+        raise MeshError(f"got {sharding}, expected a sharding of arrays [rows, tokens]: {error}") from None
     for device, (down, across) in places.items():
         rows[device.process_index].update(range(size)[down])
         columns[device.process_index].update(range(size)[across])

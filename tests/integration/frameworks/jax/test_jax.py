@@ -109,6 +109,36 @@ def test_rows_are_the_packs_with_segments_from_1_and_0_at_padding(alone: Any) ->
             assert segments[first:stop].tolist() == [number + 1] * real + [0] * (stop - first - real)
 
 
+def test_declared_positions_and_labels_are_those_of_the_packs(alone: Any) -> None:
+    rows = [{"tokens": [1] * n, "position_ids": [[j, 2 * j, 0] for j in range(n)], "labels": [j % 3 for j in range(n)]}
+            for n in range(2, 20)]  # fmt: skip
+    import jax
+
+    mesh = jax.make_mesh((1, 1), ("data", "seq"))
+    by_tokens = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "seq"))
+    fields: dict[str, Any] = {"position_ids": {"dtype": "int32", "shape": [3]}, "labels": {"dtype": "int32"}}
+    with streampack.local(rows, budget=32, packs=2, fields=fields, format="numpy") as loader:
+        step = next(loader.steps())
+        for sharding in (alone, by_tokens):
+            batch = integrations.jax.arrays(step, sharding)
+            for row, pack in enumerate(step):
+                assert np.array_equal(batch["position_ids"][row], pack.position_ids)
+                assert np.array_equal(batch["labels"][row], pack.labels)
+    assert batch["position_ids"].sharding.spec == jax.sharding.PartitionSpec("data", None, "seq")
+
+
+def test_a_field_that_jax_cannot_hold_is_rejected(alone: Any) -> None:
+    for value in (5, 2**40):
+        rows = [{"tokens": [1, 2], "id": [value, value]}] * 8
+        with streampack.local(rows, budget=8, packs=2, fields={"id": {"dtype": "int64"}}, format="numpy") as loader:
+            step = next(loader.steps())
+            if value == 5:
+                assert np.asarray(integrations.jax.arrays(step, alone)["id"]).max() == 5
+                continue
+            with pytest.raises(UserError, match=r"the field 'id' that int32 cannot hold.*Set JAX_ENABLE_X64=1"):
+                integrations.jax.arrays(step, alone)
+
+
 def test_a_part_of_a_step_is_a_micro_batch(alone: Any) -> None:
     with first_step() as (_, step):
         parts = [integrations.jax.arrays(step, alone, slice(first, first + 2))["input_ids"] for first in (0, 2)]
@@ -142,6 +172,13 @@ class Over:
         }
 
 
+class OfThree(Over):
+    """A sharding of arrays with three axes, as jax answers for one on several devices."""
+
+    def devices_indices_map(self, _: Any) -> dict[Device, tuple[slice, slice]]:
+        return [][2]
+
+
 @pytest.mark.parametrize(
     ("devices", "expected"),
     [
@@ -167,6 +204,8 @@ def test_meshes_whose_processes_do_not_hold_whole_packs_are_rejected(monkeypatch
         integrations.jax.mesh_of(Over((0, 0), (1, 0), columns=2))
     with pytest.raises(MeshError, match=r"processes hold the rows .*Order the devices by process"):
         integrations.jax.mesh_of(Over((0, 0), (0, 1), (1, 1), (1, 2), (2, 3), (2, 3)))
+    with pytest.raises(MeshError, match=r"expected a sharding of arrays \[rows, tokens\]: list index out of range"):
+        integrations.jax.mesh_of(OfThree((0, 0), (0, 1)))
     monkeypatch.setattr("jax.process_index", lambda: 7)
     with pytest.raises(MeshError, match=r"without a device of process 7, expected one"):
         integrations.jax.mesh_of(Over((0, 0), (1, 1)))
