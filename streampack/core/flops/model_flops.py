@@ -11,14 +11,17 @@ rotary positions and the softmax are left out; they are below 1% of a large mode
 from __future__ import annotations
 
 from math import gcd
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from streampack.core.flops.model_layers import Layers, layers_of
 from streampack.core.model.samples import I64
+from streampack.errors import UserError
 
 TRAINING = 3
 """FLOPs of the forward and the backward pass / FLOPs of the forward pass."""
@@ -46,6 +49,17 @@ class ModelFlops(Struct, frozen=True, kw_only=True):
     """FLOPs of a pair of tokens in all layers with a sliding window."""
     window: int = 0
     """Tokens that a token sees in these layers, itself included."""
+
+    def __post_init__(self) -> None:
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__}
+        least = {"token": 1, "window": int(self.window_pair != 0)}
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least.get(name, 0):
+                raise UserError(
+                    f"ModelFlops: got {name}={value!r}, expected a whole number of at least {least.get(name, 0)}. A "
+                    f"model has FLOPs by token, and `window` if it has `window_pair`"
+                )
+            force_setattr(self, name, int(value))  # those of numpy would overflow
 
     @classmethod
     def of(cls, config: Any) -> ModelFlops:
@@ -87,6 +101,7 @@ class ModelFlops(Struct, frozen=True, kw_only=True):
         unit = gcd(*attention) if attention else least
         if max(attention, default=0) >= unit * _MOST_FACTOR:
             unit = -(-max(attention) // (_MOST_FACTOR - 1))
+        unit = max(unit, -(-2 * self.token // _MOST_BY_TOKEN))
         keys: dict[str, Any] = {"b": round(self.pair / unit)}
         factor = round(self.window_pair / unit)
         if factor:
@@ -96,6 +111,8 @@ class ModelFlops(Struct, frozen=True, kw_only=True):
 
 _MOST_FACTOR = 1 << 12
 """Factors b of ``rules.balance`` are below this."""
+_MOST_BY_TOKEN = (1 << 32) - 3 * _MOST_FACTOR
+"""The part of factor a that comes from tokens is at most this, so that a is below 2^32."""
 
 
 def pairs(lengths: I64, window: int = 0) -> I64:

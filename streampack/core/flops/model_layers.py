@@ -21,6 +21,8 @@ _MIXED = _GATED_QUERIES | frozenset(["cohere2", "gemma2", "gemma3_text", "gpt_os
 """Models with layers of several types, which ``layer_types`` must name."""
 MODEL_TYPES = frozenset(_ALIKE.split()) | _TWO_MATRICES | _MIXED
 """Values of ``model_type`` that this module counts. A test compares each with the model's own weights."""
+_ASKS = frozenset(["qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"])
+"""Models that use ``sliding_window`` only with ``use_sliding_window: true``."""
 
 
 class Heads(NamedTuple):
@@ -99,15 +101,16 @@ def layers_of(config: Any) -> Layers:
     """
     keys = _keys(config)
     kind = keys.get("model_type")
-    if kind is not None and kind not in MODEL_TYPES:
+    if kind is not None and (not isinstance(kind, str) or kind not in MODEL_TYPES):
         raise UserError(
             f"model: got `model_type: {kind}`, expected one of {', '.join(sorted(MODEL_TYPES))}. Pass "
             f"streampack.ModelFlops(token=..., pair=...) with your own count. If the layers are as in Llama, pass the "
             f"keys without `model_type`"
         )
-    hidden, count, query = (_number(keys, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    hidden, count, query = (_number(keys, key, least=1) for key in sizes)
     heads = Heads(
-        query, _number(keys, "num_key_value_heads", query), _number(keys, "head_dim", hidden // query),
+        query, _number(keys, "num_key_value_heads", query, 1), _number(keys, "head_dim", hidden // query, 1),
         kind in _GATED_QUERIES,
     )  # fmt: skip
     types = _types(keys, count)
@@ -121,7 +124,7 @@ def layers_of(config: Any) -> Layers:
         shared = expert_ffn * _number(keys, "n_shared_experts", 0)
     return Layers(
         hidden=hidden, vocabulary=_number(keys, "vocab_size"), heads=heads, full=types.count(FULL),
-        sliding=types.count(SLIDING), window=_number(keys, "sliding_window") if SLIDING in types else 0,
+        sliding=types.count(SLIDING), window=_number(keys, "sliding_window", least=1) if SLIDING in types else 0,
         linear=linear, linear_heads=_linear_heads(keys) if linear else None, dense=count - sparse,
         ffn=_number(keys, "intermediate_size", 0 if sparse == count else None), sparse=sparse, experts=experts,
         active_ffn=expert_ffn * _number(keys, "num_experts_per_tok") + shared if sparse else 0,
@@ -146,18 +149,29 @@ def _keys(config: Any) -> Mapping[str, Any]:
     return _keys(text) if text is not None else keys
 
 
-def _number(keys: Mapping[str, Any], key: str, default: Any = None) -> int:
-    """Return a key's number, or ``default`` if it is missing or null. Raises UserError for anything but a number."""
+def _number(keys: Mapping[str, Any], key: str, default: Any = None, least: int = 0) -> int:
+    """Return a key's number, or ``default`` if it is missing or null. Raises UserError if it is none from ``least``."""
     value = default if keys.get(key) is None else keys[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**40:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**40:
         got = "no key" if value is None else f"{value!r} for the key"
-        raise UserError(f"model: got {got} `{key}`, expected a whole number. Pass the whole config.json of the model")
+        raise UserError(
+            f"model: got {got} `{key}`, expected a whole number{' above 0' * (least > 0)}. Pass the whole config.json "
+            f"of the model"
+        )
     return value
+
+
+def _list(keys: Mapping[str, Any], key: str) -> list[Any] | None:
+    """Return a key's list, or None if it is missing or null. Raises UserError for anything but a list."""
+    value = keys.get(key)
+    if value is not None and not isinstance(value, list | tuple):
+        raise UserError(f"model: got {value!r} for the key `{key}`, expected a list. Pass the config.json of the model")
+    return None if value is None else list(value)
 
 
 def _types(keys: Mapping[str, Any], count: int) -> list[str]:
     """Return the type of each layer. Raises UserError for types that cannot be counted."""
-    types = keys.get("layer_types")
+    types = _list(keys, "layer_types")
     if types is not None:
         wrong = sorted({str(kind) for kind in types} - {*LAYER_TYPES})
         if wrong or len(types) != count:
@@ -165,13 +179,14 @@ def _types(keys: Mapping[str, Any], count: int) -> list[str]:
             raise UserError(
                 f"model: got `layer_types` with {got}, expected for each layer one of {', '.join(LAYER_TYPES)}"
             )
-        return list(types)
-    if keys.get("model_type") in _MIXED or keys.get("use_sliding_window"):
+        return types
+    kind, uses = keys.get("model_type"), keys.get("use_sliding_window")
+    if kind in _MIXED or uses:
         raise UserError(
             f"model: got {count} layers without `layer_types`, expected the type of each layer, because they differ. "
             f"Pass model.config of transformers, which has the types, or write `layer_types`"
         )
-    slides = keys.get("sliding_window") is not None and keys.get("use_sliding_window") is not False
+    slides = keys.get("sliding_window") is not None and uses is None and kind not in _ASKS
     return [SLIDING if slides else FULL] * count
 
 
@@ -180,7 +195,7 @@ def _sparse(keys: Mapping[str, Any], count: int) -> int:
     if not any(keys.get(key) for key in _EXPERTS):
         return 0
     first, every = _number(keys, "first_k_dense_replace", 0), max(_number(keys, "decoder_sparse_step", 1), 1)
-    dense = keys.get("mlp_only_layers") or ()
+    dense = _list(keys, "mlp_only_layers") or ()
     return sum(at not in dense and at >= first and (at + 1) % every == 0 for at in range(count))
 
 

@@ -134,6 +134,11 @@ def test_the_factors_of_a_hybrid_model_shorten_the_critical_path_of_an_rl_step()
         ({"vocab_size": None}, "got no key `vocab_size`, expected a whole number"),
         ({"hidden_size": "4096"}, "got '4096' for the key `hidden_size`"),
         ({"layer_types": ["mamba"] * 32}, "got `layer_types` with the types mamba"),
+        ({"num_attention_heads": 0}, "got 0 for the key `num_attention_heads`, expected a whole number above 0"),
+        ({"layer_types": 32}, "got 32 for the key `layer_types`, expected a list"),
+        ({"num_experts": 4, "mlp_only_layers": 1}, "got 1 for the key `mlp_only_layers`, expected a list"),
+        ({"model_type": ["llama"]}, "got `model_type: ['llama']`, expected one of"),
+        ({"model_type": "mistral", "sliding_window": 0}, "got 0 for the key `sliding_window`"),
         ({"layer_types": ["full_attention"]}, "got `layer_types` with 1 types for 32 layers"),
         ({"layer_types": ["linear_attention"] * 32}, "got no key `linear_num_key_heads`"),
         ({"model_type": "gemma2", "sliding_window": 4096}, "got 32 layers without `layer_types`"),
@@ -157,3 +162,27 @@ def test_a_model_of_images_and_text_counts_its_text_model() -> None:
 def test_a_sliding_window_without_types_is_that_of_all_layers() -> None:
     assert layers_of(LLAMA | {"model_type": "mistral", "sliding_window": 4096})[3:6] == (0, 32, 4096)
     assert layers_of(LLAMA | {"use_sliding_window": False, "sliding_window": 4096})[3:6] == (32, 0, 0)
+    asked = LLAMA | {"model_type": "qwen3", "sliding_window": 4096}
+    assert layers_of(asked)[3:6] == layers_of(asked | {"use_sliding_window": None})[3:6] == (32, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"token": 6e9, "pair": 7}, "got token=6000000000.0, expected a whole number of at least 1"),
+        ({"token": 0, "pair": 7}, "got token=0, expected a whole number of at least 1"),
+        ({"token": 1, "pair": -1}, "got pair=-1, expected a whole number of at least 0"),
+        ({"token": 1, "pair": 1, "window_pair": 3}, "got window=0, expected a whole number of at least 1"),
+    ],
+)
+def test_own_counts_that_mean_nothing_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ModelFlops(**wrong)
+
+
+def test_own_counts_of_numpy_do_not_overflow() -> None:
+    assert ModelFlops(token=np.int64(1 << 60), pair=0).samples(np.array([100])) == 100 << 60  # type: ignore[arg-type]
+
+
+def test_a_model_whose_pairs_cost_next_to_nothing_has_factors_within_bounds() -> None:
+    assert Balance(**ModelFlops(token=3 * 10**12, pair=1).balance()).a < 1 << 32
