@@ -1,7 +1,8 @@
 """The time between two steps that all ranks have returned, for the last steps of each feed.
 
 A time counts if the next step was formed when the one before was returned: then no rank waited for samples. Steps that
-are returned in one turn of the broker's loop have no time.
+are returned in one turn of the broker's loop have no time. Nor have those of feeds with ``cp: dynamic``: the fit of a
+cost to times deals packs to ranks, not samples to groups of ranks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from streampack.core.feed.feed import Feed
+from streampack.core.model.mesh import DynamicCp
 from streampack_services.ledger.run_hours import StepTimes
 
 
@@ -27,7 +29,7 @@ class StepTimer:
             returned, (before, then, was_ready) = steps.released_upto, self._last.get(feed.name, (-1, now, False))
             if returned == before:
                 continue
-            if returned == before + 1 and was_ready and steps.joined:
+            if returned == before + 1 and was_ready and steps.joined and DynamicCp.of(feed.plan.layout) is None:
                 self._add(feed, before, now - then)
             self._last[feed.name] = returned, now, steps.formed_upto > returned
 
