@@ -58,6 +58,11 @@ def check_feed(format: str, mesh: Mesh, rules: Rules, layout: str, masks: str | 
             "got format 'padded' for a feed that packs, expected thd, hf, hf_shifted or numpy. To use format "
             "'padded', set rules.padded in broker.yaml"
         )
+    if format.startswith("hf") and layout.startswith("dynamic"):
+        raise UserError(
+            f"got format {format!r} for a feed with `cp: dynamic`, expected format='thd', because models of "
+            f"transformers would not see the tokens on other ranks"
+        )
     if format not in _SHARDED_LATER:
         return
     if rules.padded:

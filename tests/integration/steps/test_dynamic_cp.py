@@ -264,3 +264,5 @@ def test_a_mesh_or_a_live_stage_that_groups_cannot_serve_is_refused(source: Sour
             sp.connect(broker.trainers, mesh={"dp": 8, "dp_rank": 0, "pp": 2, "pp_rank": 0}, format="numpy")
         with pytest.raises(UserError, match="with 4 dp x cp ranks, expected at most 256"):
             sp.connect(broker.trainers, mesh={"dp": 4, "dp_rank": 0}, format="numpy")
+        with pytest.raises(UserError, match="got format 'hf' for a feed with `cp: dynamic`, expected format='thd'"):
+            sp.connect(broker.trainers, mesh={"dp": 8, "dp_rank": 0}, format="hf")
