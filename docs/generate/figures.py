@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import streampack
 from benchmarks.packing import order
+from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, CpPlan, plan_groups, plan_uniform
 from streampack.core.shuffle import shuffled
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def all_figures() -> dict[str, str]:
     """Return the figures by name."""
     return {
         "dataflow": dataflow(), "packs": packs(), "packers": packers(),
-        "order_shares": order_shares(), "order_lengths": order_lengths(),
+        "order_shares": order_shares(), "order_lengths": order_lengths(), "dynamic_cp": dynamic_cp(),
     }  # fmt: skip
 
 
@@ -277,6 +278,63 @@ def order_lengths() -> str:
         means = [float(lengths[step].mean()) for step in order.steps_of(lengths, way)]
         parts += _chart(left, title, [(means, "accent")], order.BUDGET, ticks, len(means))
     return _svg(760, 270, "Mean length of the samples of each step, before and now", *parts)
+
+
+RANKS = 16
+"""Ranks of the step that ``dynamic_cp`` draws."""
+SHADES = {1: 0.12, 2: 0.3, 4: 0.55, 8: 0.9}
+"""Opacity of a pack by the ranks that share it."""
+
+
+def dynamic_cp() -> str:
+    """Draw a step on 16 ranks with groups of one size, and with groups of the size that each sample needs."""
+    samples = np.concatenate([[64_000, 32_000, 16_000], np.minimum(_documents(0, 340, 6.6, 0.9), 4096)])
+    costs = CpCosts(node=0.05, across=0.2)
+    static = plan_uniform(samples, RANKS, 8192, 8, costs)
+    dynamic = plan_groups(samples, RANKS, 8192, RANKS, costs)
+    scale = 340 / static.critical_path
+    share = dynamic.critical_path / static.critical_path
+    parts = _micro_batches(46, "static: cp = 8 for all samples", static, scale)
+    parts += _micro_batches(410, f"dynamic: {share:.0%} of the time", dynamic, scale)
+    parts += [
+        f'<g transform="rotate(-90 24 148)">{_text(24, 148, "rank", 12, color="quiet")}</g>',
+        _text(38, 58, "0", 11, anchor="end", color="quiet"), _text(38, 241, "15", 11, anchor="end", color="quiet"),
+        _text(46, 264, "time, one column for each micro-batch", 12, anchor="start", color="quiet"),
+    ]  # fmt: skip
+    for x, (size, shade) in zip((46, 166, 276, 386), SHADES.items(), strict=True):
+        words = "pack of 1 rank" if size == 1 else f"{size} ranks"
+        parts += [_shaded(x, 280, 14, 14, shade), _text(x + 20, 292, words, 13, anchor="start")]
+    parts += [
+        _box(496, 280, 14, 14, fill="card", line="warm", radius=0), _text(516, 292, "waiting", 13, anchor="start")
+    ]  # fmt: skip
+    label = f"The same step on {RANKS} ranks with static and with dynamic context parallelism"
+    return _svg(760, 306, label, *parts)
+
+
+def _shaded(x: float, y: float, width: float, height: float, opacity: float) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+        f'style="fill:var(--accent);fill-opacity:{opacity};stroke:var(--accent)" stroke-width="0.8"/>'
+    )
+
+
+def _micro_batches(left: float, title: str, plan: CpPlan, scale: float) -> list[str]:
+    """Draw the micro-batches of a plan side by side; each is as wide as its costliest rank."""
+    top, row = 46, 12.5
+    parts = [_text(left, 26, title, 15, anchor="start", bold=True)]
+    for micro_batch in range(plan.num_micro_batches):
+        groups = np.flatnonzero(plan.micro_batch == micro_batch)
+        width = float(plan.costs[groups].max()) * scale
+        parts.append(_box(left, top, width, row * RANKS, fill="card", line="warm", radius=0))
+        parts += [
+            _shaded(
+                left, top + float(plan.first[i]) * row, float(plan.costs[i]) * scale, float(plan.size[i]) * row,
+                SHADES[int(plan.size[i])],
+            )
+            for i in groups
+        ]  # fmt: skip
+        left += width
+    return parts
 
 
 if __name__ == "__main__":

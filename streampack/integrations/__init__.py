@@ -6,6 +6,7 @@
 - ``lightning``: Lightning's Trainer.
 - ``megatron``: Megatron-LM.
 - ``megatron_bridge``: Megatron-Bridge.
+- ``megatron_hybrid_cp``: Megatron-LM's schedule of hybrid context parallelism.
 - ``nemo_rl``: the policy workers of NeMo-RL.
 - ``roll``: ROLL.
 - ``torchtitan``: torchtitan.

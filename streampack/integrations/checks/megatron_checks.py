@@ -26,7 +26,10 @@ def check_args(args: Any, valid_feed: str | None = None) -> None:
             "Packs have different numbers of labels, so the mean of their mean losses would be biased",
         ),
         "overlap_moe_expert_parallel_comm": (False, "Its forward step drops the boundaries of samples"),
-        "hybrid_context_parallel": (False, "Hybrid context parallelism forms packs itself"),
+        "hybrid_context_parallel": (
+            False,
+            "In pretrain, Megatron plans it itself. For `cp: dynamic`, use integrations.megatron_hybrid_cp",
+        ),
         "create_attention_mask_in_dataloader": (False, "Packs have sample boundaries instead of an attention mask"),
         "step_batch_size_schedule": (
             None,

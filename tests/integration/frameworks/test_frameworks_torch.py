@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.frameworks.example_runs import STEPS, Run, check_the_same, killed_and_resumed, run, serving
+from tests.docs.pages import BLOCKS, ROOT
+from tests.integration.frameworks.example_runs import (
+    EXAMPLES,
+    STEPS,
+    Run,
+    check_the_same,
+    killed_and_resumed,
+    run,
+    serving,
+)
+
+HERE = str(Path(__file__).relative_to(ROOT))
 
 
 def test_loops_of_torch_go_on_where_they_were_killed(tmp_path: Path) -> None:
@@ -27,3 +38,26 @@ def test_loops_of_torch_go_on_where_they_were_killed(tmp_path: Path) -> None:
     for line in two + one:
         assert line["digest"] == whole[line["step"]]["digest"]
         assert line["loss"] == pytest.approx(whole[line["step"]]["loss"], rel=1e-9)
+
+
+def test_groups_of_ranks_that_change_have_the_losses_of_one_rank(tmp_path: Path) -> None:
+    rules, lines = {"shape": "exact"}, []
+    for ranks in (4, 1):
+        feed = {"cp": "dynamic", "rank_tokens": 128 // ranks, "exchange": {"node": 1}}
+        with serving(rules, feeds={"train": feed}, planned_mesh={"dp": ranks}) as broker:
+            lines += run(broker, Run("dynamic_cp", tmp_path / str(ranks), ranks=ranks, steps=6))
+    four, one = lines
+    assert [line["step"] for line in four] == list(range(6))
+    assert {size for line in four for size in line["sizes"]} == {1, 2, 4}
+    for got, expected in zip(four, one, strict=True):
+        assert got["digest"] == expected["digest"]
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+    assert one[-1]["loss"] < 0.9 * one[0]["loss"]
+
+
+def test_the_loop_and_the_mask_of_the_page_are_those_of_the_example() -> None:
+    lines = [line.strip() for line in (EXAMPLES / "dynamic_cp.py").read_text().splitlines()]
+    blocks = [block for block in BLOCKS if block.page == "docs/how-to/dynamic-cp.md" and block.reason == HERE]
+    assert len(blocks) == 2
+    for block in blocks:
+        assert [line for line in block.code.splitlines() if line.strip() not in lines] == []

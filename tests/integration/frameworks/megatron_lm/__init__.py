@@ -6,4 +6,6 @@
 - ``stand_ins``: what runs Megatron on a processor without a GPU.
 - ``pretrain_run``: ``pretrain`` with a tiny model, a forward step and a line for each step.
 - ``pretrain_ranks``: the program whose ranks run it.
+- ``hybrid_run``: a loop over its schedule of hybrid context parallelism.
+- ``hybrid_ranks``: the program whose ranks run it.
 """

@@ -14,12 +14,18 @@ from tests.integration.frameworks.megatron_lm import stand_ins
 
 RUN = "tests.integration.frameworks.megatron_lm.pretrain_run"
 
-if __name__ == "__main__":
-    if RUN not in sys.modules:
+
+def main(name: str) -> None:
+    """Run the jobs, or as the script of a job ``main`` of the module ``name``."""
+    if name not in sys.modules:
         stand_ins.prepare()
-    run = import_module(RUN)
+    run = import_module(name)
     if sys.argv[1:2] and sys.argv[1].startswith("["):
         gc.freeze()
         forks.main()
     else:
         run.main()
+
+
+if __name__ == "__main__":
+    main(RUN)
