@@ -4,9 +4,7 @@
 - ``hf``: transformers' Trainer and TRL's SFTTrainer.
 - ``jax``: JAX, in your own loop.
 - ``lightning``: Lightning's Trainer.
-- ``megatron``: Megatron-LM.
-- ``megatron_bridge``: Megatron-Bridge.
-- ``megatron_hybrid_cp``: Megatron-LM's schedule of hybrid context parallelism.
+- ``megatron``: Megatron-LM and Megatron-Bridge, a folder.
 - ``nemo_rl``: the policy workers of NeMo-RL.
 - ``roll``: ROLL.
 - ``torchtitan``: torchtitan.

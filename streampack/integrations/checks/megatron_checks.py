@@ -28,7 +28,7 @@ def check_args(args: Any, valid_feed: str | None = None) -> None:
         "overlap_moe_expert_parallel_comm": (False, "Its forward step drops the boundaries of samples"),
         "hybrid_context_parallel": (
             False,
-            "In pretrain, Megatron plans it itself. For `cp: dynamic`, use integrations.megatron_hybrid_cp",
+            "In pretrain, Megatron plans it itself. For `cp: dynamic`, use integrations.megatron.hybrid_cp",
         ),
         "create_attention_mask_in_dataloader": (False, "Packs have sample boundaries instead of an attention mask"),
         "step_batch_size_schedule": (

@@ -29,12 +29,12 @@ def test_the_tried_versions_are_those_that_tests_run_with() -> None:
         "trl_grpo",
         "hf_checks",
         "lightning",
-        "megatron",
+        "megatron_lm",
         "torchtitan",
         "automodel",
         "veomni",
         "jax",
-        "megatron_bridge",
+        "bridge",
     }
     apart = {}
     for package in ("veomni", "megatron-bridge"):

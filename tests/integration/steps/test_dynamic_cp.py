@@ -248,7 +248,7 @@ def test_windows_in_the_cost_are_refused_with_groups() -> None:
 
     config = settings(DYNAMIC, None, dp=8)
     config["rules"] = RULES | {"balance": {"a": 9, "b": 0, "sliding": [16, 1]}}
-    with pytest.raises(ConfigError, match="got `cp: dynamic` with balance.sliding, expected a feed without it"):
+    with pytest.raises(ConfigError, match=r"got `cp: dynamic` with balance\.sliding, expected a feed"):
         checked(convert(config, BrokerConfig))
 
 

@@ -98,9 +98,9 @@ def train(save: Path, steps: int, base: Path | None, mesh: dict[str, int]) -> No
     stand_ins.replace_cuda()
     from megatron.bridge.training.callbacks import Callback
 
-    from streampack.integrations import megatron_bridge
+    from streampack.integrations.megatron import bridge
 
-    taken, micro_batch = list[int](), megatron_bridge.micro_batch
+    taken, micro_batch = list[int](), bridge.micro_batch
 
     def noted(pack: Any) -> Any:
         batch = micro_batch(pack)
@@ -108,7 +108,7 @@ def train(save: Path, steps: int, base: Path | None, mesh: dict[str, int]) -> No
             taken.append(samples.number_of(batch))
         return batch
 
-    megatron_bridge.micro_batch = noted
+    bridge.micro_batch = noted
 
     class Lines(Callback):
         def on_train_step_end(self, context: Any) -> None:

@@ -48,7 +48,9 @@ def adapter() -> Any:
     """The adapter, which imports megatron-core."""
     with warnings.catch_warnings():  # without a GPU's libraries, it says so
         warnings.simplefilter("ignore")
-        return integrations.megatron_bridge
+        from streampack.integrations.megatron import bridge
+
+        return bridge
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
 def dataset(broker: RunningBroker, **changed: Any) -> Any:
     arguments = {"endpoint": broker.trainers, "feed": "train", "valid_feed": None} | changed
     specs = {"seq_length": samples.BUDGET, "offline_packing_specs": None}
-    return integrations.megatron_bridge.BridgeDataset(**(specs | arguments))
+    return integrations.megatron.bridge.BridgeDataset(**(specs | arguments))
 
 
 def config_of(dataset: Any, folder: Path | None = None, **changed: Any) -> Any:

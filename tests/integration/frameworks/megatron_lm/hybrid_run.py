@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import streampack
 from streampack.errors import UserError
-from streampack.integrations.megatron_hybrid_cp import HybridSchedule
+from streampack.integrations.megatron.hybrid_cp import HybridSchedule
 from streampack.views.view import View
 from tests.docs.pages import BLOCKS
 from tests.training.proofs.ring import ring_attention, zigzag

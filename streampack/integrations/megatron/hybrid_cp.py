@@ -21,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.errors import UserError
-from streampack.integrations.megatron import TRIED
+from streampack.integrations.megatron.megatron_lm import TRIED
 from streampack.packs.step import Step
 from streampack.views.megatron import packed_seq_params
 from streampack.views.view import View

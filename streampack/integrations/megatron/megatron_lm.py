@@ -140,10 +140,14 @@ class TrainIterator:
 
         Raises StageEnds, at each call, if a stage has other packs than Megatron's arguments say.
         """
-        return self._take(0)
+        return self.take(0)
 
-    def _take(self, chunk: int) -> Any:
-        """Return the next pack of a model chunk, as ``__next__`` does."""
+    def take(self, chunk: int) -> Any:
+        """Return the next pack of a model chunk, as ``__next__`` does.
+
+        Args:
+            chunk: Number of the model chunk on this rank.
+        """
         try:
             pack = self._packs.take(chunk)
         except StopIteration:
@@ -187,7 +191,7 @@ class _Chunk:
         return self
 
     def __next__(self) -> Any:
-        return self._first._take(self._chunk)
+        return self._first.take(self._chunk)
 
 
 def _chunks(args: Any, endpoint: str | None, feed: str, valid_feed: str | None) -> list[Iterators]:

@@ -29,7 +29,7 @@ from streampack.integrations.checks.chunk_packs import ChunkPacks
 from streampack.integrations.checks.fixed_steps import check_stages
 from streampack.integrations.checks.megatron_checks import check_args, check_rampup, checker
 from streampack.integrations.checks.tried_versions import Tried
-from streampack.integrations.megatron import TrainIterator, evaluations
+from streampack.integrations.megatron.megatron_lm import TrainIterator, evaluations
 from streampack.views.megatron import packed_seq_params
 
 __all__ = ["attach"]
