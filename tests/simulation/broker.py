@@ -53,7 +53,7 @@ class BrokerProcess(Mortal, Shell):
         quota = 2 * train.chunk_bytes // train.token_bytes
         plans = [
             FeedPlan(
-                job.feed, job.case.rules, merged_tokens(job.case), leaving_bytes=world.leaving_bytes,
+                job.feed, job.case.rules, merged_tokens(job.case), job.case.layout, leaving_bytes=world.leaving_bytes,
                 max_extra_bytes=MAX_MEDIA if job.case.rules.media_fields else 0,
             )
             for job in world.jobs.values()

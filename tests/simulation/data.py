@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
+from math import lcm
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,7 +28,7 @@ from streampack.core.media.media_format import check, encode
 from streampack.core.model.fields import MEDIA, Field
 from streampack.core.model.keys.planning_keys import Balance, MediaLimits
 from streampack.core.model.keys.stream_keys import OnExhaust, Overlong, Poison
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Align, Batch, Rules, StreamRules
 from streampack.core.model.samples import I64, Keep
 from streampack.core.model.shapes import Shape, Sizes
@@ -108,6 +109,8 @@ class Case:
     steps_ahead: int
     pass_samples: int
     """Of a partition in one pass: what its producer says."""
+    layout: str = "zigzag"
+    """That of the feed; with dynamic context parallelism groups of the dp x cp ranks share packs."""
 
     @property
     def names(self) -> list[str]:
@@ -136,8 +139,15 @@ class Case:
     @property
     def meshes(self) -> list[tuple[int, int]]:
         """(dp, cp) that may read it."""
+        if self.dynamic is not None:
+            return [(2, 2), (1, 4), (4, 1), (4, 2), (3, 2)]
         dps = (1, 2, 4, 8) if self.number in WIDE else (1, 2, 4)
         return [(dp, cp) for dp in dps for cp in (1, 2)[: self.cp]]
+
+    @property
+    def dynamic(self) -> DynamicCp | None:
+        """The settings of dynamic context parallelism."""
+        return DynamicCp.of(self.layout)
 
     def widths(self, counts: list[int], lengths: list[int]) -> list[int]:
         """Tokens of packs with so many samples each: the first length of the shape that holds them."""
@@ -342,6 +352,45 @@ def with_media(base: Case) -> Case:
     return replace(base, rules=msgspec.structs.replace(base.rules, **rules))
 
 
+def with_groups(base: Case) -> Case:
+    """The case with dynamic context parallelism: a rank has room for a quarter of the longest sample."""
+    dynamic = DynamicCp(rank_tokens=BUDGET // 4, max_group=4, node=0.05, across=0.2, node_ranks=2)
+    return replace(base, layout=dynamic.layout, dp=2, cp=2)
+
+
+def _groups_of(part: StepPart, this: Case, mesh: Mesh, counts: list[int], lengths: list[int]) -> list[_Cut]:
+    """How each pack of a rank's message is cut, by its group."""
+    dynamic, align, rank = this.dynamic, this.rules.align, mesh.dp_rank * mesh.cp + mesh.cp_rank
+    if dynamic is None:
+        widths, aligns = this.widths(counts, lengths), [align.sample] * len(counts)
+        assert part.widths_u32 == (b"" if this.rules.shape == "fixed" else np.array(widths, "<u4").tobytes())
+        return [_Cut(width, unit, mesh.cp, mesh.cp_rank) for width, unit in zip(widths, aligns, strict=True)]
+    found, at = [], 0
+    columns = (part.group_firsts_u32 or b"", part.group_sizes_u32 or b"", part.widths_u32)
+    for count, first, size, width in zip(counts, *(np.frombuffer(c, "<u4").tolist() for c in columns), strict=True):
+        assert 0 <= rank - first < size <= dynamic.max_group, "a rank is in a group of others"
+        assert size in (1, 2, 4)
+        assert first % size == 0
+        unit = lcm(align.sample, 2 * size) if size > 1 else align.sample
+        tokens = sum(-(-length // unit) * unit for length in lengths[at : at + count])
+        block = lcm(2, align.pack)
+        own = dynamic.rank_tokens if this.rules.shape == "fixed" else -(-tokens // (size * block)) * block
+        assert width == size * own
+        assert tokens <= width <= size * dynamic.rank_tokens, "a rank has more tokens than fit"
+        found.append(_Cut(width, unit, size, rank - first))
+        at += count
+    return found
+
+
+class _Cut(NamedTuple):
+    """A pack of ``width`` tokens, with samples padded to ``align``, that ``size`` ranks share, and one of them."""
+
+    width: int
+    align: int
+    size: int
+    rank: int
+
+
 @dataclass(frozen=True)
 class Shard:
     """What one rank got of one pack of T tokens, ``width``: tokens [T / cp] that lie at ``positions`` of the whole
@@ -378,14 +427,14 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard
         if this.rules.padded:
             widths, aligns = (np.frombuffer(column, "<u4").tolist() for column in (part.widths_u32, part.rows_u32))
             assert all(t <= BUDGET and t // s - n in (0, 1) for t, s, n in zip(widths, aligns, counts, strict=True))
+            packs = [_Cut(width, align, mesh.cp, mesh.cp_rank) for width, align in zip(widths, aligns, strict=True)]
         else:
-            widths, aligns = this.widths(counts, lengths), [this.rules.align.sample] * len(counts)
-            assert part.widths_u32 == (b"" if this.rules.shape == "fixed" else np.array(widths, "<u4").tobytes())
+            packs = _groups_of(part, this, mesh, counts, lengths)
         rows: list[Any] = [None] * len(counts)
-        cuts = np.cumsum(widths)[:-1] // mesh.cp
+        cuts = np.cumsum([pack.width // pack.size for pack in packs])[:-1]
         values: list[dict[str, Any]] = [{} for _ in counts]
         media: list[bytes] | None = None
-        names = frames_for(this.rules.all_fields, mesh, "zigzag")
+        names = frames_for(this.rules.all_fields, mesh, this.layout)
         assert len(envelope.payload) == len(names)
         for name, frame in zip(names, envelope.payload, strict=True):
             if name == INPUT_IDS:
@@ -399,10 +448,10 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard
                     into[name] = given
         at = 0
         for i, count in enumerate(counts):
-            positions = _positions(lengths[at : at + count], widths[i], aligns[i], mesh)
+            positions = _positions(lengths[at : at + count], packs[i])
             mine = ids[at : at + count]
             shards.append(Shard(
-                numbers[i], mine, loss[i], rows[i], positions, widths[i], aligns[i], values[i],
+                numbers[i], mine, loss[i], rows[i], positions, packs[i].width, packs[i].align, values[i],
                 None if media is None else media[at : at + count],
             ))  # fmt: skip
             at += count
@@ -421,14 +470,15 @@ def _media_of(part: StepPart, frame: bytes, this: Case, ids: list[Id]) -> list[b
     return found
 
 
-def _positions(lengths: list[int], width: int, align: int, mesh: Mesh) -> I64:
+def _positions(lengths: list[int], pack: _Cut) -> I64:
     """Chunks r and 2W - 1 - r of each segment, padded to the alignment, the tail being one, too."""
-    pieces, start = 2 * mesh.cp, 0
+    width, align, size_of_group, rank = pack
+    pieces, start = 2 * size_of_group, 0
     segments = [-(-length // align) * align for length in lengths]
     positions: list[int] = []
     for size in [*segments, width - sum(segments)]:
         whole = np.arange(start, start + size)
-        mine = whole.reshape(pieces, -1)[[mesh.cp_rank, pieces - 1 - mesh.cp_rank]] if mesh.cp > 1 else whole
+        mine = whole.reshape(pieces, -1)[[rank, pieces - 1 - rank]] if size_of_group > 1 else whole
         positions += mine.ravel().tolist()
         start += size
     return np.array(positions, np.int64)

@@ -6,6 +6,7 @@ with a job that nobody reads is there to be in the way of the others, and must n
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -180,16 +181,25 @@ class Job:
         """Every pack of a step has a number of its own, every sample is in one, and every rank has as many."""
         what, batch = f"step {step} was not dealt whole over dp={len(ranks)}", self.case.rules.batch
         packs = [pack for rank in ranks for pack in rank]
+        if self.case.dynamic is not None:  # each rank of a group has the pack
+            packs = [*dict(packs).items()]
         assert sorted(pack[0] for pack in packs) == list(range(len(packs))), f"conservation: {what}"
         ids = sorted(one for _, pack in packs for one in pack)
         assert ids == sorted(one for pack in reference.ids[step] for one in pack), f"conservation: {what}"
         check_groups([pack for _, pack in packs], reference.follows)
-        if batch is None:
+        if self.case.dynamic is not None:
+            assert len({len(rank) for rank in ranks}) == 1, f"DEAL: {what}"
+        elif batch is None:
             assert len(packs) == len(reference.steps[step].packs), f"conservation: {what}"
         else:
             (count,) = {len(rank) for rank in ranks}
             assert count % (batch.micro_batch_multiple or 1) == 0, f"DEAL: {what}"
             assert count >= batch.min_micro_batches, f"DEAL: {what}"
+
+    @property
+    def ranks_of_packs(self) -> set[int]:
+        """How many ranks had the same pack of a step."""
+        return set(Counter((*at[:3], number) for at, packs in self._dealt.items() for number, _ in packs).values())
 
     def delivered(self, client: ClientProcess, parts: tuple[Envelope, ...]) -> StepPart:
         """Exactly the reference's step: digests, samples, tokens, denominators; the same packs each time."""
@@ -211,7 +221,10 @@ class Job:
             first = seen[0][0]
             assert (step.digest, step.chain) == (first.digest, first.chain), f"immutability: step {number} is another"
         numbers = [(shard.number, shard.ids) for shard in shards]
-        dealt = self._dealt.setdefault((number, dp, pp, client.mesh.dp_rank), numbers)
+        line = (dp, client.mesh.dp_rank)
+        if self.case.dynamic is not None:
+            line = (dp * client.mesh.cp, client.mesh.dp_rank * client.mesh.cp + client.mesh.cp_rank)
+        dealt = self._dealt.setdefault((number, line[0], pp, line[1]), numbers)
         assert dealt == numbers, f"R4: step {number} was dealt otherwise the second time"
         if self.case.rules.padded:
             shapes = [(shard.width, shard.align) for shard in shards]
@@ -247,7 +260,10 @@ class Job:
         assert (step.num_samples, step.num_loss_tokens) == (expected.num_samples, expected.num_loss_tokens)
         for shard in shards:
             samples = [reference.samples[one] for one in shard.ids]
-            if self.case.rules.batch is None:
+            if self.case.dynamic is not None:
+                of_step = {one for pack in reference.ids[number] for one in pack}
+                assert of_step.issuperset(shard.ids), "DEAL: a sample is of another step"
+            elif self.case.rules.batch is None:
                 assert shard.ids == reference.ids[number][shard.number], "immutability: a pack has other samples"
             elif self.case.rules.padded:
                 assert all([one] in reference.ids[number] for one in shard.ids), "DEAL: a row is of another step"

@@ -6,8 +6,10 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from streampack.packs.step import Step
 from streampack.sources import Source, SourceSettings, open_source
 from tests.integration.running import (
     PATIENCE_S,
+    RunningBroker,
     folder,
     in_process,
     producing_here,
@@ -31,6 +34,7 @@ from tests.integration.running import (
     write,
     write_jsonl,
 )
+from tests.soak.job import fixed_listen
 
 LENGTHS = [int(x) for x in np.random.default_rng(3).lognormal(3.5, 1.2, 400).clip(1, 500)]
 RULES: dict[str, Any] = {"budget": 512, "step": {"packs": 6}, "shape": "exact", "window": {"samples": 64}}
@@ -129,6 +133,56 @@ def test_the_useful_flops_of_all_ranks_are_those_of_the_samples(dynamic: list[li
 
 def _lengths(pack: Pack) -> list[tuple[int, int]]:
     return list(enumerate(np.diff(pack.cu_seqlens)[: pack.num_samples].tolist()))
+
+
+Read = tuple[str, list[tuple[Any, ...]]]
+
+
+def contents(step: Step[Pack]) -> Read:
+    """The digest of a step, and of each pack its ranks and the bytes of its arrays."""
+    arrays = ("input_ids", "labels", "position_ids", "cu_seqlens_padded", "sample_ids")
+    return step.digest, [(pack.cp_ranks, *(getattr(pack, name).tobytes() for name in arrays)) for pack in step]
+
+
+def test_ranks_get_the_same_bytes_when_brokers_and_ranks_are_killed(
+    source: Source, dynamic: list[list[Step[Pack]]]
+) -> None:
+    """The broker is killed twice. The first time ranks go on in place, the second time they begin at a checkpoint."""
+    with folder() as path, ExitStack() as ends:
+        conf = settings(DYNAMIC, path / "state", dp=2, cp=4) | {"listen": fixed_listen(path)}
+        brokers = [RunningBroker(path, conf)]
+        ends.callback(lambda: brokers[-1].kill())
+        ends.enter_context(producing_here(brokers[0].producers, {"web": source}))
+        reached = Barrier(9)
+
+        def read(rank: int, state: Any, until: int) -> tuple[list[Read], Any]:
+            mesh = {"dp": 2, "cp": 4, "dp_rank": rank // 4, "cp_rank": rank % 4}
+            found: list[Read] = []
+            with sp.connect(brokers[-1].trainers, mesh=mesh, format="numpy", prefetch=1) as loader:
+                if state is not None:
+                    loader.load_state_dict(state)
+                for step in loader.steps():
+                    found.append(contents(step))
+                    if state is None and len(found) == 2:
+                        reached.wait(PATIENCE_S)
+                        reached.wait(PATIENCE_S)
+                    if len(found) == until:
+                        return found, loader.state_dict(step=3)
+            return found, None
+
+        with ThreadPoolExecutor(8) as pool:
+            reading = [pool.submit(read, rank, None, 5) for rank in range(8)]
+            reached.wait(PATIENCE_S)
+            brokers[-1].kill()
+            brokers.append(RunningBroker(path, conf))
+            reached.wait(PATIENCE_S)
+            first, states = zip(*(each.result(PATIENCE_S) for each in reading), strict=True)
+            brokers[-1].kill()
+            brokers.append(RunningBroker(path, conf))
+            again, _ = zip(*pool.map(read, range(8), states, [-1] * 8, timeout=PATIENCE_S), strict=True)
+    calm = [[contents(step) for step in steps] for steps in dynamic]
+    assert [list(steps) for steps in first] == [steps[:5] for steps in calm]
+    assert [list(steps) for steps in again] == [steps[4:] for steps in calm]
 
 
 def check_group(group: tuple[Pack, ...]) -> None:

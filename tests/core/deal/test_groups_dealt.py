@@ -1,0 +1,65 @@
+"""Steps dealt to groups of ranks: the digests of static context parallelism on 8, 16 and 64 ranks, every sample once,
+and the same messages each time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from streampack.core.deal.step_cache import KeptSteps
+from streampack.core.form.former import Former
+from streampack.core.model.mesh import DynamicCp, Mesh
+from streampack.core.model.rules import Align, Rules
+from streampack.core.model.samples import ROW, SampleTable
+from streampack.core.protocol.step_part import StepPart
+
+RULES = Rules(budget=2048, packs=64, shape="exact", align=Align(16, 16), window=256)
+DYNAMIC = DynamicCp(rank_tokens=256, max_group=16, node=0.05, across=0.2)
+MESHES = [Mesh(dp=2, cp=4), Mesh(dp=8), Mesh(dp=2, cp=8), Mesh(dp=4, cp=4), Mesh(dp=8, cp=8), Mesh(dp=64)]
+
+
+def kept(layout: str) -> KeptSteps:
+    """The steps of 3,000 samples, of which some are as long as eight ranks have room for."""
+    lengths = np.random.default_rng(5).lognormal(4.0, 1.3, 3000).astype(np.int64).clip(1, RULES.budget)
+    rows = np.zeros(len(lengths), ROW)
+    rows["index"], rows["length"], rows["loss_tokens"] = np.arange(len(lengths)), lengths, lengths - 1
+    table = SampleTable(8)
+    handles = table.enter(rows)
+    former, steps = Former(RULES, table), KeptSteps("train", RULES, layout, table)
+    former.admit(handles, lengths)
+    former.closed = True
+    while (request := former.request()) is not None:
+        for step in former.apply(request.choose()):
+            steps.add(step)
+    return steps
+
+
+def message(steps: KeptSteps, number: int, mesh: Mesh, rank: int) -> StepPart:
+    """The message of a step for a rank of the dp x cp ranks."""
+    own = msgspec.structs.replace(mesh, dp_rank=rank // mesh.cp, cp_rank=rank % mesh.cp)
+    ((part, _),) = steps.parts(number, own)
+    return part
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.dp}x{mesh.cp}")
+def test_digests_are_those_of_static_cp_and_each_sample_is_in_one_group(mesh: Mesh) -> None:
+    static, dynamic, again = kept("zigzag"), kept(DYNAMIC.layout), kept(DYNAMIC.layout)
+    ranks, sizes_of = mesh.dp * mesh.cp, set[int]()
+    for number in range(3):
+        expected = message(static, number, Mesh(), 0)
+        ids: list[int] = []
+        for rank in range(ranks):
+            part = message(dynamic, number, mesh, rank)
+            assert part == message(again, number, mesh, rank), "a step that is dealt again is dealt alike"
+            for name in ("digest", "chain", "num_loss_tokens", "num_samples"):
+                assert getattr(part, name) == getattr(expected, name)
+            firsts, sizes = part.groups(DYNAMIC, ranks)
+            counts = np.frombuffer(part.counts_u32, "<u4")
+            owner = np.repeat(firsts == rank, counts)
+            ids += np.frombuffer(part.indices_u64, "<u8")[owner].tolist()
+            sizes_of |= {*sizes.tolist()}
+            assert (np.frombuffer(part.widths_u32, "<u4") <= sizes * DYNAMIC.rank_tokens).all()
+        assert sorted(ids) == sorted(np.frombuffer(expected.indices_u64, "<u8").tolist())
+    assert {1, 8} <= sizes_of
