@@ -374,7 +374,8 @@ def _groups_of(part: StepPart, this: Case, mesh: Mesh, counts: list[int], length
         unit = lcm(align.sample, 2 * size) if size > 1 else align.sample
         tokens = sum(-(-length // unit) * unit for length in lengths[at : at + count])
         block = lcm(2, align.pack)
-        own = dynamic.rank_tokens if this.rules.shape == "fixed" else -(-tokens // (size * block)) * block
+        exact = max(-(-tokens // (size * block)), 1) * block
+        own = dynamic.rank_tokens if this.rules.shape == "fixed" else exact
         assert width == size * own
         assert tokens <= width <= size * dynamic.rank_tokens, "a rank has more tokens than fit"
         found.append(_Cut(width, unit, size, rank - first))
