@@ -29,7 +29,7 @@ from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, I64, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
-from streampack.core.stats.padding import depends_on_mesh, padding_of, padding_of_rows
+from streampack.core.stats.padding import depends_on_mesh, padding_of, padding_of_groups, padding_of_rows
 from streampack.core.trees.table_trees import depths_of
 
 
@@ -260,6 +260,9 @@ class GroupDealer(StepDealer):
         slots = np.zeros(len(plan.size), np.int64)
         np.add.at(slots, plan.group_of, -(-lengths // units) * units)
         widths = dynamic.widths(slots, plan.size, self.rules.shape, align.pack)
+        if is_first:
+            laid = dynamic.widths(slots, plan.size, "exact" if self.rules.shape != "fixed" else "fixed", align.pack)
+            self.figures.deliver(packs.tokens, padding_of_groups(packs.tokens, slots, widths, laid))
         dealt = arrange(plan.dealt(ranks), plan.costs, self.rules.balance.order or "largest_first")
         in_turn = np.arange(dealt.size).reshape(dealt.shape)
         self.figures.add(plan.costs[dealt].ravel(), (packs.tokens // plan.size)[dealt].ravel(), in_turn)

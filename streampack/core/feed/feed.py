@@ -102,7 +102,7 @@ class Feed:
             identity, name, self.planner.live, self.history, self.readers, self.results, journal, leases, self.safe
         )
         """Handles the messages about results."""
-        self.figures = FormedFigures(plan.rules)
+        self.figures = FormedFigures(plan.rules, dealt_by is not UNSET)
         self._waits_for: int | None = None
         """LSN of the snapshot to restore, while it is read from the log."""
         self.failed = ""

@@ -48,10 +48,13 @@ class ValueCounts:
 
 
 class FormedFigures:
-    """Statistics of the steps formed by ``rules``, in all iterations."""
+    """Statistics of the steps formed by ``rules``, in all iterations.
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules  # of the steps that wait to be counted
+    With ``has_groups``, groups of ranks get other packs, and padding is not counted here.
+    """
+
+    def __init__(self, rules: Rules, has_groups: bool = False) -> None:
+        self._rules, self._has_groups = rules, has_groups  # rules of the steps that wait to be counted
         self._totals, self._lengths = Totals(), LengthCounts()  # of what no step has, and of shared tokens
         self._by_budget = dict[int, Totals]()
         self._waste: I64 = np.zeros(len(CAUSES), np.int64)
@@ -144,7 +147,7 @@ class FormedFigures:
         lengths = np.concatenate(self._of_samples).astype(np.int64)
         self._by_budget.setdefault(self._rules.budget, Totals()).add(packs, len(self._packs))
         self._totals.shared_tokens += int(lengths.sum()) - int(packs.tokens.sum())
-        if not depends_on_mesh(self._rules):
+        if not (self._has_groups or depends_on_mesh(self._rules)):
             waste = padding_of_packs(packs, self._rules)
             self._waste = self._waste + waste
             self._delivered_tokens += int(packs.tokens.sum() + waste.sum())

@@ -6,8 +6,8 @@
 - ``pipeline``: from there to the longest pack of the step, where stages exchange one shape;
 - ``empty_pack``: packs without a sample, and padded rows without one.
 
-A step counts once, so the counts only grow. If the padding depends on the mesh (``depends_on_mesh``), a step's padding
-is that of its first deal; else that of FORM's packs.
+A step counts once, so the counts only grow. If the padding depends on the mesh (``depends_on_mesh``, or groups of
+ranks), a step's padding is that of its first deal; else that of FORM's packs.
 """
 
 from __future__ import annotations
@@ -46,6 +46,17 @@ def padding_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) 
     """
     sums = [(slots - tokens).sum(), 0, (held * widths - slots).sum(), 0, ((rows - held) * widths).sum()]
     return np.array(sums, np.int64)
+
+
+def padding_of_groups(tokens: I64, slots: I64, widths: I64, laid: I64) -> I64:
+    """Return the padding tokens of the packs of groups of ranks by cause, int64 [CAUSES].
+
+    ``tokens``, ``slots`` and ``widths``, int64 [packs], are real tokens, tokens aligned for the group, and lengths T.
+    ``laid`` int64 [packs] are the lengths by ``align.pack`` alone.
+    """
+    has_samples = slots > 0
+    parts = np.stack([slots - tokens, laid - slots, widths - laid])[:, has_samples].sum(axis=1)
+    return np.array([*parts, 0, widths[~has_samples].sum()], np.int64)
 
 
 def padding_of_packs(packs: PlannedPacks, rules: Rules) -> I64:

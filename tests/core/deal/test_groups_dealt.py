@@ -13,6 +13,7 @@ from streampack.core.form.former import Former
 from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import ROW, SampleTable
+from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.protocol.step_part import StepPart
 
 RULES = Rules(budget=2048, packs=64, shape="exact", align=Align(16, 16), window=256)
@@ -20,14 +21,15 @@ DYNAMIC = DynamicCp(rank_tokens=256, max_group=16, node=0.05, across=0.2)
 MESHES = [Mesh(dp=2, cp=4), Mesh(dp=8), Mesh(dp=2, cp=8), Mesh(dp=4, cp=4), Mesh(dp=8, cp=8), Mesh(dp=64)]
 
 
-def kept(layout: str) -> KeptSteps:
+def kept(layout: str, shape: Shape = "exact") -> KeptSteps:
     """The steps of 3,000 samples, of which some are as long as eight ranks have room for."""
     lengths = np.random.default_rng(5).lognormal(4.0, 1.3, 3000).astype(np.int64).clip(1, RULES.budget)
     rows = np.zeros(len(lengths), ROW)
     rows["index"], rows["length"], rows["loss_tokens"] = np.arange(len(lengths)), lengths, lengths - 1
     table = SampleTable(8)
     handles = table.enter(rows)
-    former, steps = Former(RULES, table), KeptSteps("train", RULES, layout, table)
+    rules = msgspec.structs.replace(RULES, shape=shape)
+    former, steps = Former(rules, table), KeptSteps("train", rules, layout, table)
     former.admit(handles, lengths)
     former.closed = True
     while (request := former.request()) is not None:
@@ -63,3 +65,21 @@ def test_digests_are_those_of_static_cp_and_each_sample_is_in_one_group(mesh: Me
             assert (np.frombuffer(part.widths_u32, "<u4") <= sizes * DYNAMIC.rank_tokens).all()
         assert sorted(ids) == sorted(np.frombuffer(expected.indices_u64, "<u8").tolist())
     assert {1, 8} <= sizes_of
+
+
+@pytest.mark.parametrize("shape", ["exact", "fixed", Sizes(multiple=64)])
+def test_the_padding_of_groups_is_what_their_ranks_get_beside_real_tokens(shape: Shape) -> None:
+    mesh, dynamic = Mesh(dp=4, cp=4), kept(DYNAMIC.layout, shape)
+    delivered = real = 0
+    for number in range(2):
+        for rank in range(16):
+            part = message(dynamic, number, mesh, rank)
+            firsts, sizes = part.groups(DYNAMIC, 16)
+            delivered += int((np.frombuffer(part.widths_u32, "<u4") // sizes).sum())
+            owner = np.repeat(firsts == rank, np.frombuffer(part.counts_u32, "<u4"))
+            real += int(np.frombuffer(part.lengths_u32, "<u4")[owner].sum())
+    figures = dynamic.figures
+    assert figures.delivered_tokens == delivered
+    assert figures.waste.sum() == delivered - real
+    assert (figures.waste >= 0).all()
+    assert (figures.waste[2] == 0) == (shape in ("exact", "fixed")), "padding to sizes is padding for the shape"
