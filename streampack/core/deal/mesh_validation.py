@@ -67,7 +67,7 @@ def _costs_refusal(rules: Rules, dynamic: DynamicCp) -> str:
     packs = rules.most_packs if rules.batch is None else rules.batch.samples or MOST_TOKENS
     tokens = min(packs * rules.budget, MOST_TOKENS)
     wrong = costs_refusal(costs, dynamic.max_group, rules.align.sample, rules.budget, tokens)
-    return f"got {wrong} in `rules.balance` and `exchange`" if wrong else ""
+    return f"got {wrong} in `rules.balance`, or a smaller `exchange`" if wrong else ""
 
 
 def _packs_refusal(mesh: Mesh, rules: Rules, step: int) -> str:

@@ -6,8 +6,8 @@
 - ``pipeline``: from there to the longest pack of the step, where stages exchange one shape;
 - ``empty_pack``: packs without a sample, and padded rows without one.
 
-A step counts once, so the counts only grow. If the padding depends on the mesh (``depends_on_mesh``, or groups of
-ranks), a step's padding is that of its first deal; else that of FORM's packs.
+A step counts once, so the counts only grow. If the padding depends on the mesh (``depends_on_mesh``), a step's padding
+is that of its first deal. So it is with groups of ranks. Else it is that of FORM's packs.
 """
 
 from __future__ import annotations

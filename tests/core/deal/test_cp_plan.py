@@ -214,7 +214,7 @@ def test_costs_that_a_feed_may_have_overflow_for_no_step(
             plan_groups(lengths, 1 << group, -(-longest // 32) * 32 * align, 1 << group, costs, align)
     if not wrong:
         return
-    assert f"expected at most 4.6e+18: the factors are a={a} and b={b}" in wrong
+    assert f"expected at most 4.6e+18. The factors are a={a} and b={b}" in wrong
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def _sum_refusal(total: float, longest: int, levels: I64, costs: CpCosts) -> str
     if total <= MOST_SUM:
         return ""
     return (
-        f"costs of a step of up to {total:.1e}, expected at most {MOST_SUM:.1e}: the factors are a={costs.a} and "
+        f"costs of a step of up to {total:.1e}, expected at most {MOST_SUM:.1e}. The factors are a={costs.a} and "
         f"b={costs.b}, and the exchange is {costs.node:g} and {costs.across:g}. Use smaller a and b"
     )
 
