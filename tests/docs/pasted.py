@@ -39,6 +39,10 @@ class Tiny(torch.nn.Module):
         self.embed = torch.nn.Embedding(VOCABULARY, 16)
         self.places = torch.nn.Embedding(256, 16)
         self.head = torch.nn.Linear(16, VOCABULARY)
+        self.config = {
+            "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "vocab_size": VOCABULARY,
+        }  # fmt: skip
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(input_ids) + self.places(position_ids)

@@ -9,3 +9,14 @@
 - ``hybrid_run``: a loop over its schedule of hybrid context parallelism.
 - ``hybrid_ranks``: the program whose ranks run it.
 """
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+CHECKOUT = os.environ.get("STREAMPACK_MEGATRON")
+"""A checkout of Megatron-LM, or None."""
+PACKAGES = Path(CHECKOUT or Path(sys.prefix) / "megatron")
+"""The folder with ``pretrain`` of Megatron-LM, if it is there."""

@@ -13,7 +13,7 @@ import torch
 from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
 from tests.integration.frameworks.framework_runs import Job, run_jobs
-from tests.integration.frameworks.megatron_lm.test_pretrain import PACKAGES
+from tests.integration.frameworks.megatron_lm import PACKAGES
 from tests.integration.running import producing_here, running_broker, write_jsonl
 from tests.training.proofs.tiny import FIELDS, Alone, assert_same, rows
 

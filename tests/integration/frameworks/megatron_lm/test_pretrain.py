@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.frameworks.framework_runs import STEPS, Job, Line, run_jobs, serving_rows, write_rows
+from tests.integration.frameworks.megatron_lm import CHECKOUT, PACKAGES
 from tests.integration.running import RunningBroker
 
-CHECKOUT = os.environ.get("STREAMPACK_MEGATRON")
-PACKAGES = Path(CHECKOUT or Path(sys.prefix) / "megatron")
 MESHES = {
     "pp": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     "tp": "--tensor-model-parallel-size 2",
