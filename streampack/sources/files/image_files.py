@@ -81,7 +81,7 @@ def _size_of(reference: Reference) -> ImageSize:
     while True:
         try:
             return _checked(_opened(io.BufferedReader(_Bytes(reference), _BLOCK_BYTES)))
-        except (BadImage, ConfigError):
+        except (BadImage, ConfigError, MemoryError):
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             if kind_of(error) == "final" or status_of(error) is None:
@@ -90,7 +90,7 @@ def _size_of(reference: Reference) -> ImageSize:
             failure: Exception = error
         except WrongBytes as error:
             raise BadImage("image_unreadable", str(error)) from error
-        except OSError as error:
+        except Exception as error:  # each file system of fsspec has its own
             failure = error
         if not retries.again(failure):
             raise SourceError(
@@ -195,5 +195,6 @@ def _pillow(module: str) -> Any:
         return import_module(f"PIL.{module}")
     except ImportError as error:
         raise ConfigError(
-            f"tokenizer.processor: images need Pillow, which cannot be imported ({error}). Run `pip install pillow`"
+            f"tokenizer.processor: images need Pillow, which cannot be imported ({error}). Run `pip install "
+            "'streampack[images]'`"
         ) from error

@@ -77,7 +77,8 @@ def test_a_store_that_fails_is_waited_for_and_no_sample_is_dropped(
 ) -> None:
     Image.new("RGB", (90, 60)).save(tmp_path / "a.png")
     monkeypatch.setattr(retries, "WAITS_S", (0.01,))
-    failures: list[Exception] = [TimeoutError("slow"), ConnectionResetError("gone")]
+    busy = type("ClientResponseError", (Exception,), {"status": 503})("busy")  # aiohttp's is no OSError
+    failures: list[Exception] = [TimeoutError("slow"), ConnectionResetError("gone"), busy]
 
     def flaky(reference: Reference, place: int, count: int) -> bytes:
         if failures:
