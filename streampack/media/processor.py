@@ -38,10 +38,12 @@ class ProcessorDecoder:
         except Exception as error:
             raise UserError(
                 f"processor of Media: the image processor in {path} cannot be loaded ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:300]}). Run `pip install 'streampack[hf]' pillow`, or correct the "
+                f"{' '.join(str(error).split())[:300]}). Run `pip install 'streampack[hf,images]'`, or correct the "
                 "folder"
             ) from error
         self._tensors = "np" if type(self._processor).__name__.endswith("Pil") else "pt"
+        if self._tensors == "np" and self._processor.do_rescale and self._processor.do_normalize:
+            _use_table(self._processor)
 
     def __call__(self, data: bytes, reference: Reference) -> NDArray[Any]:
         """Return the pixel values of an image."""
@@ -51,3 +53,35 @@ class ProcessorDecoder:
             images=[image], return_tensors=self._tensors, input_data_format="channels_last", **self._options
         )
         return np.asarray(values[PIXELS])
+
+
+def _use_table(processor: Any) -> None:
+    """Let a processor of numpy look its values up: a value depends on the color's byte and its channel alone.
+
+    The table has what the processor itself makes of each byte, so values are the same to the bit. The processor would
+    compute each pixel in float64 first.
+    """
+    rescale, normalize = processor.rescale, processor.normalize
+    factor, mean, std = processor.rescale_factor, processor.image_mean, processor.image_std
+    every_byte = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (3, 16, 16))
+    table = np.ascontiguousarray(normalize(rescale(every_byte, factor), mean, std).reshape(3, 256))
+
+    def rescaled(image: NDArray[Any], *arguments: Any, **options: Any) -> NDArray[Any]:
+        """Leave bytes [3, height, width] to ``normalized``."""
+        return image if _is_of_bytes(image) else rescale(image, *arguments, **options)
+
+    def normalized(image: NDArray[Any], *arguments: Any, **options: Any) -> NDArray[Any]:
+        """Return the values of bytes; others are normalized as before."""
+        if not _is_of_bytes(image):
+            return np.asarray(normalize(image, *arguments, **options))
+        values = np.empty(image.shape, table.dtype)
+        for channel, row in enumerate(table):
+            np.take(row, image[channel], out=values[channel], mode="clip")
+        return values
+
+    processor.rescale, processor.normalize = rescaled, normalized
+
+
+def _is_of_bytes(image: Any) -> bool:
+    """Return True for bytes [3, height, width]."""
+    return image.dtype == np.uint8 and image.ndim == 3 and len(image) == 3
