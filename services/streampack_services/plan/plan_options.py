@@ -174,6 +174,11 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanOptions:
     name = next(iter(broker.feeds)) if feed is None else feed
     if name not in broker.feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
+    if broker.feeds[name].cp == "dynamic":
+        raise UserError(
+            f"got feed {name!r} with `cp: dynamic`, expected static context parallelism, because plans deal packs to "
+            f"fixed groups. Call streampack.plan_step(lengths, ..., mode='dynamic_cp') for groups that change"
+        )
     rules, settings = rules_of_sizes(broker.plan(name)), broker.rules_of(name)
     joint = Balance("joint", group=settings.balance.group, patience=rules.balance.patience)
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))

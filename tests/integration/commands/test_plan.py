@@ -294,6 +294,16 @@ def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
     assert found["notes"] == ["a step has 63 packs instead of 64, because the packs of a step must be a multiple of dp"]
 
 
+def test_a_feed_with_dynamic_context_parallelism_is_refused(lengths: Path, tmp_path: Path) -> None:
+    feed = {"cp": "dynamic", "rank_tokens": 64, "max_group": 2}
+    conf = {
+        "rules": {"budget": 128, "step": {"packs": 4}, "shape": "exact"}, "streams": {"web": {}},
+        "feeds": {"train": feed}, "planned_mesh": {"dp": 2, "cp": 2},
+    }  # fmt: skip
+    line = the_error(in_process("plan", lengths, "-c", write(tmp_path / "broker.yaml", conf)), 2)
+    assert "got feed 'train' with `cp: dynamic`, expected static context parallelism" in line
+
+
 def test_a_key_of_one_packer_does_not_keep_the_others_from_being_forecast(lengths: Path, tmp_path: Path) -> None:
     rules = {"packer": "modified_first_fit_decreasing", "leftovers": "emptiest", "budget": 2048}
     write(tmp_path / "broker.yaml", {"rules": rules, "streams": {"web": {}}})
