@@ -15,6 +15,10 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 # Package: where it is used; why it is used, or why our own code stands beside it.
 USES = {
+    "pillow": (
+        "`streampack.sources.files.image_files`, `streampack.media.processor`",
+        "Sizes of images from their first bytes, and their pixels.",
+    ),
     "numpy": ("everywhere", "Lengths, tokens and packs are arrays."),
     "pyzmq": ("`streampack.transport`", "ZeroMQ sockets over TCP and ipc, CURVE keys. No other folder imports it."),
     "msgspec": (

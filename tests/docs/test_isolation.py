@@ -28,6 +28,7 @@ from tests.docs.pasted import Tiny, tiny_llama
 from tests.integration.forked import Command
 from tests.integration.frameworks.example_runs import serving
 from tests.integration.running import RunningBroker, forked, running_broker
+from tests.training.hf.processor_models import colored_chats
 
 CALLS = re.compile(r"\.backward\(|\.train\(|trainer\.fit\(|attend\(|evaluate\(batch|get_forward_backward_func\(")
 """Text of blocks and scripts that call a model with batches."""
@@ -91,7 +92,7 @@ def of_images(text: str, broker: RunningBroker, attention: str | None, path: Pat
         return streampack.local(samples, budget=160, fields=FIELDS, **given)
 
     given = {"streampack": SimpleNamespace(connect=connect), "media": None}
-    run(text, broker.trainers, **given, model=model, **optimizer_of(model))
+    run(text, broker.trainers, **given, vlm=model, **optimizer_of(model))
 
 
 def of_log_probs(text: str, broker: RunningBroker, attention: str | None, path: Path) -> None:
@@ -157,7 +158,7 @@ TABLE: dict[str, tuple[Runner, tuple[str | None, ...]]] = {
     "streampack.local(texts": (as_pasted, (None,)),
     "logits = gpt(batch.input_ids, batch.attention_mask)": (of_padded_rows, ALL),
     "loss = llama(**batch": (of_transformers, ALL),
-    "loss = model(**batch": (of_images, ("sdpa", "eager")),
+    "loss = vlm(**batch": (of_images, ("sdpa", "eager")),
     "eval_loader=valid": (by_a_trainer, ("sdpa", "eager")),
     "trainer.train(resume_from_checkpoint=last)": (by_a_trainer, ("sdpa", "eager")),
     "logprobs(actor, batch)": (of_log_probs, (None,)),
@@ -168,6 +169,8 @@ TABLE: dict[str, tuple[Runner, tuple[str | None, ...]]] = {
 ALONE = (
     "attend(q, k, v, block_mask=batch.block_mask)", "streampack.varlen_attention(*qkv(batch), batch)",
     "worker.train(batch, loss_fn", "TextTrainer(parse_args", "strategy.train_step(",
+    "media = streampack.Media(processor=folder)", 'tokenizer={"processor": folder}', "groups = streampack.cp_groups()",
+    "HybridSchedule(config)",
 )  # fmt: skip
 """Texts of blocks with tests of their own: they call functions, or losses are compared with those of the framework."""
 NO_PACKS = ("trl_grpo.install(trainer)",)
@@ -289,7 +292,7 @@ SCRIPTS: dict[str, tuple[str | None, ...]] = {
     "plain_torch": (None,), "stateful_dataloader": (None,), "torch_distributed": (None,), "sft": (None,),
     "hf_trainer": ("sdpa", "eager"), "trl_sft": ("sdpa", "eager"), "lightning_module": (None,),
     "megatron_external": (None,), "torchtitan_trainer": (None,), "vlm": ("sdpa", "eager"),
-    "dpo": (None,), "grpo": (None,), "grpo_tree": (None,), "rl_loop": (None,),
+    "dpo": (None,), "grpo": (None,), "grpo_tree": (None,), "rl_loop": (None,), "dynamic_cp": (None,),
 }  # fmt: skip
 """Examples, and the attention of their models; None is the example's own."""
 PUSHED = ("dpo", "grpo", "grpo_tree", "rl_loop")
@@ -308,15 +311,20 @@ def test_an_example_keeps_samples_apart(
                 else shown_config(name)
             )
             own = stack.enter_context(running_broker(config | {"state_dir": str(tmp_path / "state")}))
+        elif name == "dynamic_cp":
+            feeds = {"train": {"cp": "dynamic", "rank_tokens": 128}}
+            own = stack.enter_context(serving({"shape": "exact"}, feeds=feeds, planned_mesh={"dp": 1}))
         environment = {
             "STREAMPACK_ENDPOINT": own.trainers, "STREAMPACK_PRODUCERS": own.producers, "PYTHONPATH": str(ROOT),
             "LEAKS_ATTENTION": attention or "", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1", "RANK": "0",
             "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0",
         }  # fmt: skip
         script = str(ROOT / f"examples/{name}.py")
-        arguments = {"sft": ["3"], "vlm": [], "rl_loop": ["train"]}.get(
+        arguments = {"sft": ["3"], "dynamic_cp": ["3"], "rl_loop": ["train"]}.get(
             name, [] if name in PUSHED else [str(tmp_path), "3"]
         )
+        if name == "vlm":
+            arguments = [*colored_chats(tmp_path, 24), "--budget", "256", "--packs", "1"]
         if name == "rl_loop":
             generator = Command([script, "generate"], 1, 2, "tests.integration.scripts", environment, tmp_path)
             stack.callback(generator.wait)

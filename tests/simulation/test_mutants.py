@@ -147,8 +147,8 @@ def a_step_is_dealt_anew_each_time_it_is_read(patch: Patch) -> None:
         self._steps[number].dealt = None
         return original(self, number, mesh, *more)
 
-    def in_order(original: Any, self: StepDealer, packs: Any, dealt: Any, *args: Any) -> Any:
-        return original(self, packs, np.roll(dealt, next(times)), *args)
+    def in_order(original: Any, self: StepDealer, placed: Any, mesh: Mesh) -> Any:
+        return original(self, placed._replace(dealt=np.roll(placed.dealt, next(times))), mesh)
 
     wrap(patch, StepDealer, "_in_order", in_order)
     wrap(patch, KeptSteps, "parts", parts)

@@ -247,7 +247,7 @@ def test_check_says_what_follows_of_batches(tmp_path: Path) -> None:
     assert found["rules.step.samples"] == 64
     assert found["rules.warmup.init"] == 128
     assert found["feeds.train.micro_batches"] == 2
-    assert found["feeds.train.dp"][:4] == [1, 2, 3, 4]
+    assert found["feeds.train.dp_sizes"][:4] == [1, 2, 3, 4]
     assert found["feeds.train.batch_tokens"] > 64 * 512
 
 

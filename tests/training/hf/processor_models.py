@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tests.tokenizers.processors.processor_folders import folder_of
 
 _SIZES = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -78,3 +84,21 @@ def model_for(family: str, folder: Path, attention: str) -> Any:
         vision_end_token_id=ids("<|vision_end|>"), attn_implementation=attention,
     )  # fmt: skip
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config).double()
+
+
+COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
+
+
+def colored_chats(path: Path, count: int) -> tuple[str, str]:
+    """Write a small Qwen2-VL, and chats that name the color of an image; return the folder and the file."""
+    folder = folder_of("qwen2_vl", path / "model")
+    model_for("qwen2_vl", folder, "sdpa").float().save_pretrained(folder)
+    draw, rows = np.random.default_rng(0), []
+    for number in range(count):
+        name = list(COLORS)[number % 3]
+        noise = draw.integers(-20, 21, (*draw.integers(8, 80, 2), 3))
+        Image.fromarray((np.array(COLORS[name]) + noise).astype(np.uint8)).save(path / f"{number}.png")
+        image = {"type": "image", "path": str(path / f"{number}.png")}
+        rows.append({"messages": [{"role": "user", "content": [image]}, {"role": "assistant", "content": name}]})
+    (path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder), str(path / "chats.jsonl")

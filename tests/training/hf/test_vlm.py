@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.nn.functional import cross_entropy
 
 import streampack
 from streampack.errors import UserError
 from tests.integration.running import forked
-from tests.tokenizers.processors.processor_folders import folder_of
-from tests.training.hf.processor_models import model_for
+from tests.training.hf.processor_models import colored_chats
 from tests.training.hf.small_vlm import FIELDS, small_model, vlm_sample
 
 
@@ -83,23 +81,10 @@ def test_a_pack_without_images_has_no_pixels(model: Any) -> None:
     assert loss_of(model, **batch).isfinite()
 
 
-COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
-
-
 def test_the_example_learns_to_name_the_colors_of_images(tmp_path: Path) -> None:
-    folder = folder_of("qwen2_vl", tmp_path / "model")
-    model_for("qwen2_vl", folder, "sdpa").float().save_pretrained(folder)
-    draw, rows = np.random.default_rng(0), []
-    for number in range(96):
-        name = list(COLORS)[number % 3]
-        noise = draw.integers(-20, 21, (*draw.integers(8, 80, 2), 3))
-        Image.fromarray((np.array(COLORS[name]) + noise).astype(np.uint8)).save(tmp_path / f"{number}.png")
-        image = {"type": "image", "path": str(tmp_path / f"{number}.png")}
-        rows.append({"messages": [{"role": "user", "content": [image]}, {"role": "assistant", "content": name}]})
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     script = Path(__file__).parents[3] / "examples" / "vlm.py"
     sizes = ("--budget", "1024", "--packs", "1", "--passes", "15", "--lr", "2e-2")
-    done = forked("tests.integration.scripts", script, str(folder), str(tmp_path / "chats.jsonl"), *sizes)
+    done = forked("tests.integration.scripts", script, *colored_chats(tmp_path, 96), *sizes)
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in done.stdout.splitlines()]
     assert len(losses) > 40
