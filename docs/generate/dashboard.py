@@ -383,7 +383,7 @@ def _unplaced(row: Row, figures: Mapping[str, Figure]) -> Iterator[Panel]:
     for figure in figures.values():
         scope = next((label for label in ("stream", "feed") if label in figure.labels), "")
         if figure.shown and scope == row.scope and not re.search(rf"\b(streampack_)?{figure.name}(_total)?\b", placed):
-            yield Panel(figure.label.capitalize(), figure.name)
+            yield Panel(figure.label[:1].upper() + figure.label[1:], figure.name)
 
 
 def _query(figure: Figure) -> tuple[str, str]:
