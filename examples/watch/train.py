@@ -8,7 +8,6 @@ import time
 
 import streampack
 
-
 FLOPS = streampack.ModelFlops(token=6 * 10**9, pair=400_000)
 
 

@@ -19,6 +19,11 @@ COMMON: tuple[dict[str, Any], ...] = (
     {"fields": {"labels": {}, "position_ids": {"dtype": "int32"}, "advantages": {"dtype": "float32", "default": 0}}},
     {"rules": {"balance": {"kind": "joint"}, "step": {"packs": 8}}},
     {"rules": {"step": {"samples": 8}}},
+    {
+        "rules": {"shape": "exact"},
+        "feeds": {"train": {"cp": "dynamic", "rank_tokens": 8192}},
+        "planned_mesh": {"cp": 8},
+    },
 )
 """Settings of which one or the other is in most broker.yaml files."""
 
