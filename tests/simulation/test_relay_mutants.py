@@ -23,7 +23,8 @@ from streampack.core.sessions.relaying.relay_requests import RelayRequests
 from streampack.core.sessions.relaying.relay_session import RelaySession
 from streampack.core.sessions.route import Route
 from tests.simulation.mutating import Patch, expect_failure, registry, wrap
-from tests.simulation.world import run
+from tests.simulation.relay import Relays
+from tests.simulation.world import World, run
 
 MUTANTS: list[Any] = []
 mutant = registry(MUTANTS)
@@ -136,8 +137,14 @@ def a_relay_is_believed_whatever_attempt_it_names(patch: Patch) -> None:
     wrap(patch, Readers, "receive_node", receive)
 
 
-@mutant(311)
+@mutant(386)
 def a_relay_requests_more_than_its_memory_holds(patch: Patch) -> None:
+    def with_little_memory(original: Any, self: Relays, world: World, wide: bool) -> None:
+        original(self, world, wide)
+        self.memory_bytes = 300
+
+    wrap(patch, Relays, "__init__", with_little_memory)
+
     def stop(self: RelayRequests, feed: NodeFeed) -> int:
         return max([feed.stop, *(reader.flow.want_stop for reader in self._relay.readers.taking_part(feed.name))])
 
