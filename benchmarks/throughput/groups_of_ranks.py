@@ -39,29 +39,29 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     args = parser.parse_args()
     rounds, seconds = (1, 4.0) if args.quick else (args.rounds, args.seconds)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in FEEDS}
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in FEEDS}
     for i in range(rounds):
         for name in list(FEEDS)[:: -1 if i % 2 else 1]:
-            found[name].append(_measure(FEEDS[name], seconds))
-            speed, cpu = found[name][-1]
+            runs[name].append(_measure(FEEDS[name], seconds))
+            speed, cpu = runs[name][-1]
             print(f"{name:<8} {speed / 1e6:6.1f}M tokens/s, broker {cpu:.1f} ms of CPU per million tokens", flush=True)
-    speeds = {name: statistics.median(speed for speed, _ in runs) for name, runs in found.items()}
+    speeds = {name: statistics.median(speed for speed, _ in measured) for name, measured in runs.items()}
     ratio = speeds["dynamic"] / speeds["static"]
     print(f"dynamic cp moves {ratio:.2f} of the tokens of static cp")
-    say(head("groups_of_ranks") | {"runs": found, "dynamic_to_static": round(ratio, 3)}, args.json)
+    say(head("groups_of_ranks") | {"runs": runs, "dynamic_to_static": round(ratio, 3)}, args.json)
 
 
 def _measure(feed: dict[str, Any], seconds: float) -> tuple[float, float]:
     """Return tokens per second, and the broker's CPU time in ms per million tokens."""
     with tempfile.TemporaryDirectory(prefix="streampack-") as folder, Processes() as processes:
         settings, rendezvous = Path(folder) / "broker.yaml", Path(folder) / "rendezvous.json"
-        tree = {
+        conf = {
             "listen": {side: f"ipc://{folder}/{side}" for side in ("producers", "trainers")} | {"http": "127.0.0.1:0"},
             "rendezvous": str(rendezvous), "memory": "256MiB", "planned_mesh": {"dp": DP, "cp": CP},
             "rules": {"budget": PACK_TOKENS, "step": {"packs": PACKS}, "shape": "exact"}, "feeds": {"train": feed},
             "streams": {"web": {"repeat": True, "partitions": NUM_PRODUCERS}},
         }  # fmt: skip
-        settings.write_text(json.dumps(tree))
+        settings.write_text(json.dumps(conf))
         processes.command("broker", broker_command(settings), Path(folder) / "broker.log")
         ranks = processes.start("ranks", _read, rendezvous, seconds)
         for i in range(NUM_PRODUCERS):

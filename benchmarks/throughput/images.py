@@ -32,13 +32,13 @@ SIDE = 1000
 
 
 def main() -> None:
-    given = arguments(__doc__, "few images, once").parse_args()
+    args = arguments(__doc__, "few images, once").parse_args()
     report = head("images")
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), images=12 if given.quick else 80, times=1 if given.quick else 3)
-    for name, row in found.items():
+        results = measure(Path(folder), images=12 if args.quick else 80, times=1 if args.quick else 3)
+    for name, row in results.items():
         print(f"{name:12} {row['per_cpu_s']:8.2f} images per CPU second {row['per_s']:8.2f} per second")
-    say(report | {"results": found}, given.json)
+    say(report | {"results": results}, args.json)
 
 
 def measure(folder: Path, *, images: int, times: int) -> dict[str, dict[str, float]]:

@@ -110,7 +110,7 @@ class Case:
     pass_samples: int
     """Of a partition in one pass: what its producer says."""
     layout: str = "zigzag"
-    """That of the feed; with dynamic context parallelism groups of the dp x cp ranks share packs."""
+    """The layout of the feed; with dynamic context parallelism groups of the dp x cp ranks share packs."""
 
     @property
     def names(self) -> list[str]:

@@ -142,11 +142,11 @@ def broker(tmp_path: Path) -> Path:
 
 def test_check_says_how_full_groups_of_ranks_are_and_that_fixed_packs_gain_nothing(tmp_path: Path) -> None:
     groups = {"cp": "dynamic", "rank_tokens": 1024}
-    tree = {
+    conf = {
         "streams": {"web": {}}, "feeds": {"train": groups}, "planned_mesh": {"dp": 2, "cp": 4},
         "rules": {"budget": 8192, "step": {"packs": 3}, "shape": "fixed"},
     }  # fmt: skip
-    found = checked(write(tmp_path / "broker.yaml", tree))
+    found = checked(write(tmp_path / "broker.yaml", conf))
     assert found["feeds.train.micro_batches"]["value"] == 3
     assert (
         "fill them to 1.00. Above 0.95, each step adds a nearly empty one"

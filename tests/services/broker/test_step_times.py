@@ -12,7 +12,7 @@ from streampack.core.model.mesh import DynamicCp, Mesh
 
 
 def feed(returned: int, formed: int, layout: str = "zigzag") -> Any:
-    """What the timer reads of a feed whose ranks are all there."""
+    """Return the values of a feed that the timer reads; all ranks are there."""
     steps = SimpleNamespace(released_upto=returned, formed_upto=formed, joined=True)
     registry = SimpleNamespace(held={0: SimpleNamespace(mesh=Mesh(dp=4, pp=2))})
     readers, plan = SimpleNamespace(steps=steps, registry=registry), SimpleNamespace(layout=layout)

@@ -65,7 +65,7 @@ def dataset(broker: RunningBroker, **changed: Any) -> Any:
 
 
 def config_of(dataset: Any, folder: Path | None = None, **changed: Any) -> Any:
-    """What is read of a ``ConfigContainer``; ``train__micro_batch_size=2`` changes one value."""
+    """The values of a ``ConfigContainer`` that the adapter reads; ``train__micro_batch_size=2`` changes one."""
     values = SimpleNamespace(
         dataset=dataset,
         train=SimpleNamespace(micro_batch_size=1, global_batch_size=samples.PACKS, iterations_to_skip=[]),

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
-    """What the schedule did on 8 ranks, with one tensor rank and with two, by feed."""
+    """The calls of the schedule on 8 ranks, with one tensor rank and with two, by feed."""
     folder = tmp_path_factory.mktemp("hybrid")
     file = write_jsonl(folder / "rows.jsonl", SAMPLES)
     sources = {
