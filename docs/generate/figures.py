@@ -302,7 +302,7 @@ def dynamic_cp() -> str:
         _text(46, 264, "time, one column for each micro-batch", 12, anchor="start", color="quiet"),
     ]  # fmt: skip
     for x, (size, shade) in zip((46, 166, 276, 386), SHADES.items(), strict=True):
-        label = "pack of 1 rank" if size == 1 else f"{size} ranks"
+        label = f"{size} rank{'s' if size > 1 else ''}"
         parts += [_shaded(x, 280, 14, 14, shade), _text(x + 20, 292, label, 13, anchor="start")]
     parts += [
         _box(496, 280, 14, 14, fill="card", line="warm", radius=0), _text(516, 292, "waiting", 13, anchor="start")
