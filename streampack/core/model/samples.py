@@ -212,7 +212,7 @@ class SampleTable:
         """Return the columns ``EXTRAS[name]`` of these samples, [n] as bytes; UNSET if the first is 0 for all."""
         dtype = EXTRAS[name]
         first, *_ = names = dtype.names or ()
-        if not getattr(self, first)[handles].any():
+        if (first != "keep" and first not in self._columns_set) or not getattr(self, first)[handles].any():
             return UNSET
         rows = np.empty(len(handles), dtype)
         for column in names:

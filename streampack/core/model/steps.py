@@ -59,15 +59,25 @@ def pack_digests(
 
 def digests_of(identities: memoryview, bounds: I64, shares: bytes | UnsetType = msgspec.UNSET) -> list[bytes]:
     """Return the packs' digests, as ``pack_digests`` does; ``identities`` are the samples as bytes of ``IDENTITY``."""
-    blake2b, spans = hashlib.blake2b, pairwise((bounds * IDENTITY.itemsize).tolist())
+    spans = pairwise((bounds * IDENTITY.itemsize).tolist())
     if not shares:
-        return [blake2b(identities[begin:end], digest_size=16).digest() for begin, end in spans]
+        return [_digest(identities[begin:end]) for begin, end in spans]
     column = np.frombuffer(shares, "<u4")
     pack_depths = (column[begin:end] for begin, end in pairwise(bounds.tolist()))
     trees = [depths.tobytes() if depths.any() else b"" for depths in pack_depths]
     samples = (bytes(identities[begin:end]) for begin, end in spans)
     contents = (pack_samples + tree for pack_samples, tree in zip(samples, trees, strict=True))
-    return [blake2b(content, digest_size=16).digest() for content in contents]
+    return list(map(_digest, contents))
+
+
+_EMPTY = hashlib.blake2b(digest_size=16)
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    """Return the hash of ``content``, 16 bytes. To copy an empty hash takes less time than to make one."""
+    digest = _EMPTY.copy()
+    digest.update(content)
+    return digest.digest()
 
 
 def step_digest(number: int, num_loss_tokens: int, num_samples: int, packs: Iterable[bytes]) -> bytes:
