@@ -22,8 +22,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SLOW = (
-    "test_frameworks_ray.py", "test_frameworks_torchtitan.py", "test_a_first_run", "test_relay_deaths.py",
-    "test_frameworks_torch.py", "test_public_names_of_the_frameworks_integrations", "test_two_ranks_exchange_rollouts",
+    "test_frameworks_ray.py", "test_frameworks_veomni.py", "test_pretrain.py", "test_frameworks_automodel.py",
+    "test_frameworks_torchtitan.py", "R9-a_producer_says_the_end_once", "test_image_kills.py", "test_a_first_run",
+    "test_relay_deaths.py", "test_frameworks_torch.py", "test_hybrid_cp.py", "test_jax.py",
+    "test_public_names_of_the_frameworks_integrations", "test_two_ranks_exchange_rollouts",
     "test_an_rl_loop_with_relays_and_standbys", "test_pods.py", "test_a_helper_that_is_killed", "test_the_loop_goes_on",
     "test_each_question_after_a_loss_spike", "test_a_relay_that_is_killed_is_started_again", "test_the_quickstart_runs",
 )  # fmt: skip
