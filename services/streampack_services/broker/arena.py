@@ -216,10 +216,7 @@ class Arena:
             the same tokens, or for all tokens of the packs if it is replicated. A field of axis ``sample``: its numbers
             for each sample. ``media``: the media bytes of each sample, uint8.
         """
-        if packs.sizes is None:
-            shards, total = self._slices_of_shards(packs, cp, ranks, layout)
-        else:
-            shards, total = self._slices_of_groups(packs)
+        shards, total = self._slices_of_shards(packs, cp, ranks, layout)
         edges = np.empty(shards.shape[1] if EDGES in names else 0, np.int32)
         arrays: dict[str, NDArray[Any]] = {EDGES: edges}
         for name in names:
@@ -248,10 +245,13 @@ class Arena:
         """Return the slices of the ranks' shards, rank by rank, and the tokens of all of them.
 
         The slices are int64 [4, slices]: address, real tokens, offset and size. With the layout ``whole`` all ranks
-        have the same shard, which occurs once.
+        have the same shard, which occurs once. Packs that groups of ranks share have one rank each, see ``gather``.
         """
-        ranks = ranks[:1] if layout == "whole" else ranks
-        handles, counts, widths, aligns, depths = packs[:5]
+        handles, counts, widths, aligns, depths, sizes, of_packs = packs
+        if layout != "whole" and sizes is not None:
+            layout = "zigzag"
+        if layout == "whole" or sizes is not None:
+            ranks = ranks[:1]
         places, lengths = self._offset, self._length
         if depths is not None:
             self._reserve(int(handles.max(initial=0)))
@@ -261,39 +261,27 @@ class Arena:
         num_slices = total = 0
         for rank in ranks:
             room = slices[:, num_slices:] if num_slices else slices
-            count, tokens = find_slices(
-                handles, counts, widths, aligns, places, lengths, cp, rank, KINDS[layout], *room
-            )
+            groups = (sizes, of_packs) if of_packs is not None else (np.array([cp]), np.array([rank]))
+            count, tokens = find_slices(handles, counts, widths, aligns, places, lengths, *groups, KINDS[layout], *room)
             if count < 0:
-                why = self._layout_error(packs, cp, rank, layout)
+                why = self._layout_error(packs, tokens, *(int(of[tokens % len(of)]) for of in groups), layout)
                 raise InternalError(f"cannot lay out a pack, or one of its samples was released: {why}")
             num_slices, total = num_slices + count, total + tokens
         return slices[:, :num_slices], total
-
-    def _slices_of_groups(self, packs: Contents) -> tuple[I64, int]:
-        """Return the slices of packs that groups of ranks share, cut by ``zigzag``, and their tokens."""
-        assert packs.sizes is not None
-        assert packs.ranks is not None
-        ends = np.cumsum(packs.counts).tolist()
-        parts, total, begin = [], 0, 0
-        for i, (end, size, rank) in enumerate(zip(ends, packs.sizes.tolist(), packs.ranks.tolist(), strict=True)):
-            pack = Contents(packs.handles[begin:end], *(column[i : i + 1] for column in packs[1:4]))
-            slices, tokens = self._slices_of_shards(pack, size, (rank,), "zigzag")
-            parts.append(slices)
-            begin, total = end, total + tokens
-        return np.concatenate(parts, axis=1), total
 
     def _slices_of_rows(self, handles: I64) -> tuple[I64, int]:
         """Return the slices of whole samples, as ``_slices_of_shards`` does, and the tokens of all of them."""
         lengths = self._length[handles]
         return np.stack([self._offset[handles], lengths, np.zeros_like(lengths), lengths]), int(lengths.sum())
 
-    def _layout_error(self, packs: Contents, cp: int, rank: int, layout: str) -> str:
-        """Return the reason why packs cannot be cut into shards, as a sentence for an error."""
+    def _layout_error(self, packs: Contents, pack: int, cp: int, rank: int, layout: str) -> str:
+        """Return the reason why a pack cannot be cut into shards, as a sentence for an error."""
         self._reserve(int(packs.handles.max(initial=0)))
+        begin, one = int(packs.counts[:pack].sum()), slice(pack, pack + 1)
+        own = slice(begin, begin + int(packs.counts[pack]))
         try:
-            lengths = self._length[packs.handles] - (0 if packs.depths is None else packs.depths)
-            cut(layouts(lengths, packs.counts, packs.aligns, packs.widths), cp, rank, layout)
+            lengths = self._length[packs.handles[own]] - (0 if packs.depths is None else packs.depths[own])
+            cut(layouts(lengths, packs.counts[one], packs.aligns[one], packs.widths[one]), cp, rank, layout)
         except ValueError as error:
             return str(error)
         return "the layout is valid"

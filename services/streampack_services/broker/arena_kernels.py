@@ -29,15 +29,15 @@ def find_slices(
     aligns: I64,
     places: I64,
     lengths: I64,
-    cp: int,
-    rank: int,
+    sizes: I64,
+    ranks: I64,
     kind: int,
     address: I64,
     real: I64,
     offset: I64,
     size: I64,
 ) -> tuple[int, int]:
-    """Find the slices of packs that context-parallel rank ``rank`` of ``cp`` holds, in the order of the rank's shard.
+    """Find the slices of packs that a context-parallel rank holds, in the order of the rank's shard.
 
     A segment is one sample with its padding, or the padding at the end of a pack; a slice is a range of a segment.
 
@@ -48,8 +48,8 @@ def find_slices(
         aligns: For each pack, the multiple of tokens to which its samples are padded, int64 [packs].
         places: Address of each sample's first token in the arena, by handle, int64.
         lengths: Tokens of each sample, by handle, int64; 0 for a handle that is not held.
-        cp: Context-parallel ranks.
-        rank: Context-parallel rank, from 0.
+        sizes: Context-parallel ranks of each pack, int64 [packs], or [1] for all packs.
+        ranks: Context-parallel rank in each pack, from 0, of the same size.
         kind: Layout of the shards, one of ``KINDS``.
         address: Output: where the segment of each slice begins in the arena, int64 [2 * (samples + packs)].
         real: Output, of the same size: tokens of the segment without padding.
@@ -60,9 +60,10 @@ def find_slices(
         (number of slices, tokens of all slices), or (-1, pack) if that pack cannot be laid out or cut.
     """
     num_slices = tokens = first = 0
-    whole = cp == 1 or kind == WHOLE
     for pack in range(len(counts)):
         stop, align, width = first + counts[pack], aligns[pack], widths[pack]
+        cp, rank = sizes[pack % len(sizes)], ranks[pack % len(ranks)]
+        whole = cp == 1 or kind == WHOLE
         parts = 1 if whole else cp if kind == CONTIGUOUS else 2 * cp
         cuts_pack = not whole and kind != ZIGZAG
         if cuts_pack and width % parts:

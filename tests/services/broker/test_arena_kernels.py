@@ -137,7 +137,8 @@ def test_slices_are_those_of_the_layout_of_all_packs_and_its_cut(case: Laid, ran
     for kernel in twins(find_slices):
         out = np.full((4, 2 * (len(handles) + len(case.counts)) + 1), GUARD)
         packs = handles, case.counts, case.widths, case.aligns
-        found, tokens = kernel(*packs, places, lengths, case.cp, case.rank, KINDS[case.kind], *out)
+        group = np.array([case.cp]), np.array([case.rank])
+        found, tokens = kernel(*packs, places, lengths, *group, KINDS[case.kind], *out)
         assert (out[:, -1] == GUARD).all()
         if whole is None:
             assert found == -1
@@ -149,6 +150,31 @@ def test_slices_are_those_of_the_layout_of_all_packs_and_its_cut(case: Laid, ran
         assert tokens == size.sum()
         sample = np.cumsum(whole.real > 0) - 1
         assert (address == 1000 * sample[mine.segment])[real > 0].all()
+
+
+@given(st.data(), st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=5))
+def test_packs_of_groups_are_cut_as_each_pack_alone(data: st.DataObject, sizes: list[int]) -> None:
+    ranks = [data.draw(st.integers(0, size - 1)) for size in sizes]
+    counts = np.array([data.draw(st.integers(0, 3)) for _ in sizes])
+    lengths = np.array([data.draw(st.integers(1, 20)) for _ in range(counts.sum())], np.int64)
+    aligns = np.array([2 * size for size in sizes])
+    slots = -(-lengths // np.repeat(aligns, counts)) * np.repeat(aligns, counts)
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    widths = np.diff(np.concatenate([[0], np.cumsum(slots)])[bounds]) + aligns
+    handles, places = np.arange(len(lengths)), 1000 * np.arange(len(lengths))
+
+    def slices(kernel: Any, own: slice, packs: slice) -> list[list[int]]:
+        out = np.full((4, 2 * (len(handles) + len(counts))), GUARD)
+        groups = np.array(sizes[packs]), np.array(ranks[packs])
+        columns = handles[own], counts[packs], widths[packs], aligns[packs]
+        count, _ = kernel(*columns, places, lengths, *groups, KINDS["zigzag"], *out)
+        return [list(row) for row in out[:, :count].T.tolist()]
+
+    for kernel in twins(find_slices):
+        alone = [
+            cut for i in range(len(sizes)) for cut in slices(kernel, slice(bounds[i], bounds[i + 1]), slice(i, i + 1))
+        ]
+        assert slices(kernel, slice(None), slice(None)) == alone
 
 
 @given(st.lists(st.integers(0, 5), max_size=30), st.sets(st.integers(0, 29)))
