@@ -170,10 +170,12 @@ class StepDealer(ABC):
         """
         return {}
 
-    def _portions(self, handles: I64, packs: list[I64]) -> Portions:
-        """Return packs with their sums; each of ``packs`` is positions in ``handles``, int64 [samples]."""
-        handles = handles[np.concatenate(packs)]
-        bounds = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])
+    def _portions(self, handles: I64, order: I64, bounds: I64) -> Portions:
+        """Return packs with their sums.
+
+        Pack i has the samples at ``order[bounds[i]:bounds[i + 1]]`` of ``handles``, int64 [samples].
+        """
+        handles = handles[order]
         slots = self._slots(handles)
         loss_tokens, tokens = self._table.loss_tokens[handles], self._table.own_lengths(handles)
         costs = self._costs(handles, slots)
@@ -201,7 +203,7 @@ class PackDealer(StepDealer):
         if count > len(formed):
             handles, keeps = formed.handles, self._table.keep[formed.handles]
             parts, _ = split(formed.bounds, self._costs(handles, self._slots(handles)), keeps, count)
-            packs = self._portions(handles, parts)
+            packs = self._portions(handles, *_in_turn(parts))
             if is_first:
                 empty = int(np.count_nonzero(np.diff(packs.bounds) == 0))
                 self.figures.empty_packs += empty
@@ -223,7 +225,7 @@ class PaddedDealer(StepDealer):
 
     def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
         made = deal_padded(self.rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
-        packs, widths = self._portions(formed.handles, made.packs), made.rows * made.widths
+        packs, widths = self._portions(formed.handles, *_in_turn(made.packs)), made.rows * made.widths
         dealt = np.arange(len(widths)).reshape(-1, mesh.dp)
         self.figures.add(made.rows * self.rules.balance.costs(made.widths), packs.tokens, dealt)
         if is_first:
@@ -254,11 +256,11 @@ class GroupDealer(StepDealer):
         costs = CpCosts(*self.rules.balance.factors, dynamic.node, dynamic.across, dynamic.node_ranks)
         lengths, ranks = self._table.own_lengths(handles), mesh.dp * mesh.cp
         plan = plan_groups(lengths, ranks, dynamic.rank_tokens, dynamic.max_group, costs, align.sample)
-        packs = self._portions(handles, plan.samples())
-        aligns = dynamic.aligns(plan.size, align.sample)
-        units = aligns[plan.group_of]
-        slots = np.zeros(len(plan.size), np.int64)
-        np.add.at(slots, plan.group_of, -(-lengths // units) * units)
+        order, bounds = plan.samples()
+        packs, aligns = self._portions(handles, order, bounds), dynamic.aligns(plan.size, align.sample)
+        units, filled = aligns[plan.group_of[order]], np.zeros(len(order) + 1, np.int64)
+        np.cumsum(-(-lengths[order] // units) * units, out=filled[1:])
+        slots = np.diff(filled[bounds])
         widths = dynamic.widths(slots, plan.size, self.rules.shape, align.pack)
         if is_first:
             laid = dynamic.widths(slots, plan.size, "exact" if self.rules.shape != "fixed" else "fixed", align.pack)
@@ -283,6 +285,11 @@ def dealer_of(rules: Rules, table: SampleTable, figures: DealtFigures, layout: s
     if (dynamic := DynamicCp.of(layout)) is not None:
         return GroupDealer(rules, table, figures, dynamic)
     return (PaddedDealer if rules.padded else PackDealer)(rules, table, figures)
+
+
+def _in_turn(packs: list[I64]) -> tuple[I64, I64]:
+    """Return the samples of packs one pack after another, int64 [samples], and where each begins, [packs + 1]."""
+    return np.concatenate(packs), np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -83,11 +83,14 @@ class CpPlan:
     num_micro_batches: int
     critical_path: float
 
-    def samples(self) -> list[I64]:
-        """Return the samples of each group, int64 [samples of the group], in their order in the step."""
-        order = np.argsort(self.group_of, kind="stable")
-        counts = np.bincount(self.group_of, minlength=len(self.size))
-        return np.split(order, np.cumsum(counts)[:-1])
+    def samples(self) -> tuple[I64, I64]:
+        """Return the samples group by group, int64 [samples], and where each group begins, int64 [groups + 1].
+
+        The samples of a group are in their order in the step.
+        """
+        bounds = np.zeros(len(self.size) + 1, np.int64)
+        np.cumsum(np.bincount(self.group_of, minlength=len(self.size)), out=bounds[1:])
+        return np.argsort(self.group_of, kind="stable"), bounds
 
     def dealt(self, ranks: int) -> I64:
         """Return the group of each rank in each micro-batch, int64 [micro_batches, ranks]."""
