@@ -22,7 +22,7 @@ from streampack.core.deal.deal import arrange
 from streampack.core.deal.deal_kernels import lay_out
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dynamic_batches import PaddedFigures
-from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, CpPlan, plan_groups
+from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, CpPlan, GroupRequest
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.layout.boundaries import Contents
 from streampack.core.model.mesh import DynamicCp, Mesh
@@ -125,12 +125,19 @@ class StepDealer(ABC):
             self._refusals[key] = mesh_refusal(mesh, self.rules, layout, step=step)
         return self._refusals[key]
 
-    def deal(self, step: PlannedStep, mesh: Mesh, is_first: bool) -> DealtStep:
-        """Deal a step on ``mesh``; ``is_first`` tells if the step is dealt for the first time."""
-        return self._in_order(self._place(step.packs, mesh, is_first), mesh)
+    def request(self, step: PlannedStep, mesh: Mesh) -> GroupRequest | None:
+        """Return the request for a plan that should be made before the step is dealt; None if ``deal`` is quick."""
+        return None
+
+    def deal(self, step: PlannedStep, mesh: Mesh, is_first: bool, request: GroupRequest | None = None) -> DealtStep:
+        """Deal a step on ``mesh``, by the plan of its ``request`` if that is for this mesh.
+
+        ``is_first`` tells if the step is dealt for the first time.
+        """
+        return self._in_order(self._place(step.packs, mesh, is_first, request), mesh)
 
     @abstractmethod
-    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
+    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool, request: GroupRequest | None) -> _Placed:
         """Return the places of a step's samples on ``mesh``; update the statistics."""
 
     def _in_order(self, placed: _Placed, mesh: Mesh) -> DealtStep:
@@ -196,7 +203,7 @@ class StepDealer(ABC):
 class PackDealer(StepDealer):
     """Deals the packs of FORM, after splitting packs if there are too few for the mesh."""
 
-    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
+    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool, request: GroupRequest | None) -> _Placed:
         rules = self.rules
         packs: PlannedPacks | Portions = formed
         count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
@@ -223,7 +230,7 @@ class PaddedDealer(StepDealer):
         super().__init__(rules, table, figures)
         figures.padded = figures.padded or PaddedFigures()
 
-    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
+    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool, request: GroupRequest | None) -> _Placed:
         made = deal_padded(self.rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
         packs, widths = self._portions(formed.handles, *_in_turn(made.packs)), made.rows * made.widths
         dealt = np.arange(len(widths)).reshape(-1, mesh.dp)
@@ -251,11 +258,22 @@ class GroupDealer(StepDealer):
         super().__init__(rules, table, figures)
         self._dynamic = dynamic
 
-    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool) -> _Placed:
-        dynamic, align, handles = self._dynamic, self.rules.align, formed.handles
+    def request(self, step: PlannedStep, mesh: Mesh) -> GroupRequest | None:
+        return self._request(step.packs, mesh.dp * mesh.cp)
+
+    def _request(self, formed: PlannedPacks, ranks: int) -> GroupRequest:
+        """Return the request for the groups of a step on so many ranks."""
+        dynamic, lengths = self._dynamic, self._table.own_lengths(formed.handles)
         costs = CpCosts(*self.rules.balance.factors, dynamic.node, dynamic.across, dynamic.node_ranks)
-        lengths, ranks = self._table.own_lengths(handles), mesh.dp * mesh.cp
-        plan = plan_groups(lengths, ranks, dynamic.rank_tokens, dynamic.max_group, costs, align.sample)
+        return GroupRequest(
+            lengths, ranks, dynamic.rank_tokens, dynamic.max_group, costs, self.rules.align.sample
+        )  # fmt: skip
+
+    def _place(self, formed: PlannedPacks, mesh: Mesh, is_first: bool, request: GroupRequest | None) -> _Placed:
+        dynamic, align, handles, ranks = self._dynamic, self.rules.align, formed.handles, mesh.dp * mesh.cp
+        if request is None or request.ranks != ranks:
+            request = self._request(formed, ranks)
+        plan, lengths = request.choose(), request.lengths
         order, bounds = plan.samples()
         packs, aligns = self._portions(handles, order, bounds), dynamic.aligns(plan.size, align.sample)
         units, filled = aligns[plan.group_of[order]], np.zeros(len(order) + 1, np.int64)

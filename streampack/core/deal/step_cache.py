@@ -18,6 +18,7 @@ from msgspec.structs import asdict, replace
 from streampack.core.columns.step_columns import fields_of
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dealt_steps import DealtStep, StepDealer, dealer_of
+from streampack.core.deal.dynamic_cp.cp_plan import GroupRequest
 from streampack.core.deal.node_parts import NodeRanks
 from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import INPUT_IDS, frames_for
@@ -43,6 +44,7 @@ class _Kept:
     dealer: StepDealer
     stage: StepStage | UnsetType
     skipped: bool = False
+    request: GroupRequest | None = None
     dealt: DealtStep | None = None
 
 
@@ -65,13 +67,25 @@ class KeptSteps:
         self._dealer = dealer_of(rules, table, self.figures, layout)
         self._first = _without_streams(rules)
 
-    def add(self, step: PlannedStep, skipped: bool = False) -> None:
-        """Keep a step; if the step is ``skipped``, readers get its digests and no packs."""
-        if step.rules is not self._dealer.rules:
-            self._dealer = dealer_of(step.rules, self._table, self.figures, self._layout)
-        self._steps[step.number] = _Kept(step, self._dealer, self._stage_of(step), skipped)
+    def request(self, step: PlannedStep, mesh: Mesh) -> GroupRequest | None:
+        """Return the request for the plan of a step that is not kept yet; None if its mesh needs no plan ahead."""
+        dealer = self._dealer_of(step)
+        return None if dealer.refusal(mesh, self._layout, step.number) else dealer.request(step, mesh)
+
+    def add(self, step: PlannedStep, skipped: bool = False, request: GroupRequest | None = None) -> None:
+        """Keep a step; if the step is ``skipped``, readers get its digests and no packs.
+
+        ``request``: the request for its plan, with the plan.
+        """
+        self._steps[step.number] = _Kept(step, self._dealer_of(step), self._stage_of(step), skipped, request)
         if skipped:
             self.figures.skip(step.packs)
+
+    def _dealer_of(self, step: PlannedStep) -> StepDealer:
+        """Return the dealer for the rules of a step, which most steps share with the step before."""
+        if step.rules is not self._dealer.rules:
+            self._dealer = dealer_of(step.rules, self._table, self.figures, self._layout)
+        return self._dealer
 
     def _stage_of(self, step: PlannedStep) -> StepStage | UnsetType:
         """Return the stage of a step, as messages have it."""
@@ -276,7 +290,7 @@ class KeptSteps:
     def _deal(self, kept: _Kept, mesh: Mesh) -> DealtStep:
         """Return the step as dealt on this mesh; deal it now unless it is dealt already."""
         if kept.dealt is None or kept.dealt.sizes != (self._line(mesh)[0], mesh.pp):
-            kept.dealt = kept.dealer.deal(kept.step, mesh, kept.dealt is None)
+            kept.dealt = kept.dealer.deal(kept.step, mesh, kept.dealt is None, kept.request)
         return kept.dealt
 
 

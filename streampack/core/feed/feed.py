@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
+from streampack.core.deal.dynamic_cp.cp_plan import GroupRequest
 from streampack.core.feed.checkpoints import Checkpoints
 from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.feed.mixture import FeedMixture
@@ -51,7 +52,7 @@ from streampack.core.model.rules import Rules, first_difference
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.model.steps import PlannedStep
-from streampack.core.protocol.effects import Formed, Release
+from streampack.core.protocol.effects import Form, Formed, Release
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Identity
 from streampack.core.protocol.trainer_messages import MixedStream, State
@@ -192,7 +193,13 @@ class Feed:
         return self.results.carry(self.steps.returned_by)
 
     def formed(self, event: Formed) -> list[Effect]:
-        """Make and serve the steps of a packer's choice; ignore the choice if the feed has moved to another step."""
+        """Make the steps of a packer's choice, or take the plan of a step, and serve steps.
+
+        A choice is ignored if the feed has moved to another step.
+        """
+        if isinstance(event.request, GroupRequest):
+            event.request.plan = event.choice
+            return self._outbox.hand_out()
         if event.request is not self.planner.forming:
             return []
         return self._publish(self.planner.formed(event))
@@ -219,7 +226,9 @@ class Feed:
             effects += self._record_step(step)
             if self.failed:
                 return effects
-            self._outbox.put(step)
+            request = self.steps.request(step)
+            effects += [] if request is None else [Form(self.name, request)]
+            self._outbox.put(step, request)
         if steps and (taken := self.planner.snapshot()) is not None:
             effects += self._recorder.record_snapshot(taken)
             self.history.forget_snapshots(self.steps.released_upto, self._journal.keeps)

@@ -6,13 +6,11 @@ opaque: the core passes frames by reference to the effect that stores them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from streampack.core.form.former import Request
 from streampack.core.layout.boundaries import Contents
 from streampack.core.model.rule_changes import Ask
 from streampack.core.model.samples import I64
-from streampack.core.packers.packer import Choice
 from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.rights import Rights
@@ -51,12 +49,19 @@ class Withdrawn(Event, frozen=True):
     revoked: bool = False
 
 
+class Choosing(Protocol):
+    """A request to the thread that plans: a ``Request`` for packs, or a ``GroupRequest`` for groups of ranks."""
+
+    def choose(self) -> Any:
+        """Return the choice, which follows from the request alone."""
+
+
 class Formed(Event, frozen=True):
-    """The packer has chosen packs: the answer to the ``Form`` of this feed with the same ``request``."""
+    """The answer to the ``Form`` of this feed with the same ``request``: the packs or groups that were chosen."""
 
     feed: str
-    choice: Choice
-    request: Request
+    choice: Any
+    request: Choosing
 
 
 class Drain(Event, frozen=True):
@@ -137,10 +142,10 @@ class Release(Effect, frozen=True):
 
 
 class Form(Effect, frozen=True):
-    """Run the packer, ``request.choose()``, in any thread, and answer with ``Formed`` of the same ``request``."""
+    """Plan, by ``request.choose()``, in any thread, and answer with ``Formed`` of the same ``request``."""
 
     feed: str
-    request: Request
+    request: Choosing
 
 
 class SendShard(Effect, frozen=True):

@@ -6,6 +6,7 @@ This module hands each message to one of these, and drops readers that are silen
 
 from __future__ import annotations
 
+from streampack.core.deal.dynamic_cp.cp_plan import GroupRequest
 from streampack.core.model.capacity import MAX_PEERS
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
@@ -81,9 +82,12 @@ class Readers:
         """Start at ``step``, because an earlier broker of this run has served all steps before it."""
         self.steps.released_upto = self.steps.formed_upto = step
 
-    def add(self, step: PlannedStep, skipped: bool = False) -> list[Effect]:
-        """Keep a formed step, and send it to readers; for a ``skipped`` step, send only its digests."""
-        self.steps.keep(step, skipped)
+    def add(self, step: PlannedStep, skipped: bool = False, request: GroupRequest | None = None) -> list[Effect]:
+        """Keep a formed step, and send it to readers; for a ``skipped`` step, send only its digests.
+
+        ``request``: the request for its plan, with the plan.
+        """
+        self.steps.keep(step, skipped, request)
         self.sender.forget_missing()  # the step after it may wait for something else
         effects = self.attempts.check(self.steps.formed_upto, step.chain)
         return effects + self.steps.release() + self.sender.serve_all()

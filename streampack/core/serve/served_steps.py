@@ -14,6 +14,7 @@ from typing import NamedTuple
 from msgspec import UNSET
 
 from streampack.core.deal.deal_stats import DealtFigures
+from streampack.core.deal.dynamic_cp.cp_plan import GroupRequest
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
@@ -81,9 +82,14 @@ class ServedSteps:
 
     # Steps
 
-    def keep(self, step: PlannedStep, skipped: bool) -> None:
-        """Keep the next step for readers, which get only its digests if it is ``skipped``."""
-        self.kept.add(step, skipped)
+    def request(self, step: PlannedStep) -> GroupRequest | None:
+        """Return the request for the plan of a step on the mesh of the readers; None if no plan is needed ahead."""
+        reader = next(iter(self._registry.held.values()), None)
+        return None if reader is None or step.number < self.formed_upto else self.kept.request(step, reader.mesh)
+
+    def keep(self, step: PlannedStep, skipped: bool, request: GroupRequest | None = None) -> None:
+        """Keep the next step for readers, which get only its digests if it is ``skipped``; see ``KeptSteps.add``."""
+        self.kept.add(step, skipped, request)
         self.formed_upto = step.number + 1
 
     def end_for(self, number: int, mesh: Mesh) -> EndForMesh | None:

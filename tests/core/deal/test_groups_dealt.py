@@ -14,6 +14,7 @@ from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.shapes import Shape, Sizes
+from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.step_part import StepPart
 
 RULES = Rules(budget=2048, packs=64, shape="exact", align=Align(16, 16), window=256)
@@ -23,19 +24,25 @@ MESHES = [Mesh(dp=2, cp=4), Mesh(dp=8), Mesh(dp=2, cp=8), Mesh(dp=4, cp=4), Mesh
 
 def kept(layout: str, shape: Shape = "exact") -> KeptSteps:
     """The steps of 3,000 samples, of which some are as long as eight ranks have room for."""
+    return formed(layout, shape)[0]
+
+
+def formed(layout: str, shape: Shape = "exact") -> tuple[KeptSteps, list[PlannedStep]]:
+    """The steps of ``kept``, also as FORM made them."""
     lengths = np.random.default_rng(5).lognormal(4.0, 1.3, 3000).astype(np.int64).clip(1, RULES.budget)
     rows = np.zeros(len(lengths), ROW)
     rows["index"], rows["length"], rows["loss_tokens"] = np.arange(len(lengths)), lengths, lengths - 1
     table = SampleTable(8)
     handles = table.enter(rows)
     rules = msgspec.structs.replace(RULES, shape=shape)
-    former, steps = Former(rules, table), KeptSteps("train", rules, layout, table)
+    former, steps, made = Former(rules, table), KeptSteps("train", rules, layout, table), list[PlannedStep]()
     former.admit(handles, lengths)
     former.closed = True
     while (request := former.request()) is not None:
         for step in former.apply(request.choose()):
             steps.add(step)
-    return steps
+            made.append(step)
+    return steps, made
 
 
 def message(steps: KeptSteps, number: int, mesh: Mesh, rank: int) -> StepPart:
@@ -83,3 +90,18 @@ def test_the_padding_of_groups_is_what_their_ranks_get_beside_real_tokens(shape:
     assert figures.waste.sum() == delivered - real
     assert (figures.waste >= 0).all()
     assert (figures.waste[2] == 0) == (shape in ("exact", "fixed")), "padding to sizes is padding for the shape"
+
+
+def test_the_plan_that_a_thread_made_is_the_plan_of_a_step_and_one_for_another_mesh_is_not_used() -> None:
+    mesh, other = Mesh(dp=4, cp=2), Mesh(dp=8, cp=2)
+    (source, _), (ahead, steps), static = formed(DYNAMIC.layout), formed(DYNAMIC.layout), kept("zigzag")
+    step = steps[0]
+    assert static.request(step, mesh) is None
+    for asked in (mesh, other):
+        request = ahead.request(step, asked)
+        assert request is not None
+        request.plan = request.choose()
+        ahead.add(step, request=request)
+        for rank in range(8):
+            assert message(ahead, 0, mesh, rank) == message(source, 0, mesh, rank)
+    assert ahead.request(step, Mesh()) is None, "the mesh is too small for the budget"

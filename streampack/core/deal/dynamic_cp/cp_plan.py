@@ -98,6 +98,30 @@ class CpPlan:
         return np.repeat(order, self.size[order]).reshape(self.num_micro_batches, ranks)
 
 
+@dataclass(eq=False)
+class GroupRequest:
+    """A request for the groups of a step on a mesh; ``choose`` may run in any thread.
+
+    Attributes:
+        lengths: int64 [samples]; this and the next fields are the arguments of ``plan_groups``.
+        plan: The plan, once it is made.
+    """
+
+    lengths: I64
+    ranks: int
+    rank_tokens: int
+    max_group: int
+    costs: CpCosts
+    align: int
+    plan: CpPlan | None = None
+
+    def choose(self) -> CpPlan:
+        """Return the plan; make it now unless it is made."""
+        if self.plan is not None:
+            return self.plan
+        return plan_groups(self.lengths, self.ranks, self.rank_tokens, self.max_group, self.costs, self.align)
+
+
 def plan_groups(
     lengths: I64, ranks: int, rank_tokens: int, max_group: int, costs: CpCosts, align: int = 1
 ) -> CpPlan:  # fmt: skip
