@@ -25,7 +25,7 @@ import streampack
 from streampack import errors, integrations, planning, views
 
 INTERNAL = {
-    "streampack.integrations.checks", "streampack.views.hf_isolation", "streampack.views.device",
+    "streampack.integrations.checks", "streampack.views.isolation", "streampack.views.device",
     "streampack.views.format_validation", "streampack.views.formats", "streampack.views.hf",
     "streampack.views.block_mask", "streampack.views.padded", "streampack.views.static_shapes",
     "streampack.views.tensors", "streampack.views.torchtitan",

@@ -4,7 +4,7 @@
 - ``formats``: turns a step's packs into views in the requested format, with the framework's module.
 - ``tensors``: turns columns of packs into tensors: one tensor for each column, cut into packs.
 - ``hf``, ``megatron``, ``bshd``, ``torchtitan``: one module for each framework; ``bshd`` is NeMo AutoModel's.
-- ``hf_isolation``: keeps samples of packs apart in each call of a transformers model.
+- ``isolation``: keeps samples of packs apart in each call of a transformers model.
 - ``padded``: padded micro-batches, as rows.
 - ``block_mask``: makes the ``BlockMask`` of FlexAttention from a pack's block tables.
 - ``static_shapes``: gives boundaries and samples' fields one size in all packs.

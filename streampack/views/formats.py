@@ -116,7 +116,7 @@ def load_format(format: str | None) -> None:
         return
     import_module("torch")
     if format is not None and format.startswith("hf"):
-        import_module("streampack.views.hf_isolation").guard()
+        import_module("streampack.views.isolation.hf_isolation").guard()
 
 
 class Views:

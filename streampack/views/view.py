@@ -103,7 +103,7 @@ class View(dict[str, Any]):
         for name, value in state[1].items():
             setattr(self, name, value)
         if "cu_seq_lens_q" in self:  # of the format hf, and perhaps from another process
-            from streampack.views.hf_isolation import guard
+            from streampack.views.isolation.hf_isolation import guard
 
             guard()
 

@@ -208,7 +208,7 @@ def test_the_test_fails_where_samples_see_each_other(broker: RunningBroker, tmp_
     cached = block("loss = llama(**batch").code.replace("llama(**batch", f"llama(**batch, {name}=new()")
     from transformers import DynamicCache
 
-    from streampack.views.hf_isolation import inside
+    from streampack.views.isolation.hf_dependence import inside
 
     names = {"streampack": streampack, "llama": llama, "new": DynamicCache, **optimizer_of(llama)}
     with pytest.raises(AssertionError, match="LlamaForCausalLM: outputs of other samples move"), watched(), inside():

@@ -1,7 +1,7 @@
 """Check that a Trainer's settings suit packs: before its construction, and once it has its accelerator.
 
 The checks reject settings that would train on other steps than the loader's, divide by another denominator, or let
-samples attend to each other (``views.hf_isolation``). They also reject requests that the Trainer would ignore. Settings
+samples attend to each other (``views.isolation``). They also reject requests that the Trainer would ignore. Settings
 without effect are accepted. Each error says what to do.
 """
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from streampack.errors import MeshError, UserError
 from streampack.integrations.checks.tried_versions import Tried
-from streampack.views import hf_isolation
+from streampack.views.isolation import hf_dependence
+from streampack.views.isolation.hf_isolation import BY_POSITIONS
 
 TRIED = Tried("transformers", "5.24.0")
 USED = (
@@ -145,7 +146,7 @@ def attached(made: Any, all_loaders: Sequence[Any]) -> None:
     sharded = made.is_fsdp_enabled or made.is_deepspeed_enabled or made.get_tp_size() > 1
     if not sharded and not all(loader.rules.padded for loader in all_loaders):
         with made.accelerator.autocast():
-            hf_isolation.check(made.model)
+            hf_dependence.check(made.model)
 
 
 def _check_mesh(mesh: Any, args: Any, tp: int) -> None:
@@ -161,7 +162,7 @@ def _check_mesh(mesh: Any, args: Any, tp: int) -> None:
 def _check_positions(rules: Any, config: Any) -> None:
     """Raise UserError if samples bring position ids and the model's attention finds samples by position ids."""
     kind = getattr(config, "_attn_implementation", None)
-    if kind in hf_isolation.BY_POSITIONS and any(field.name == "position_ids" for field in rules.fields):
+    if kind in BY_POSITIONS and any(field.name == "position_ids" for field in rules.fields):
         raise UserError(
             f"got declared position_ids with attn_implementation={kind!r}, expected flash attention. Other "
             f"implementations find the samples of a pack by position ids that restart at 0, but declared position ids "

@@ -355,7 +355,7 @@ def test_models_in_which_samples_see_each_other_are_refused(
     tmp_path: Path, loader: Any, kind: str, attention: str, apart: bool
 ) -> None:
     """And those alone: what changes a sample's logits is tried beside it, in calls that are not checked."""
-    from streampack.views.hf_isolation import inside
+    from streampack.views.isolation.hf_dependence import inside
 
     model = hf.tiny(kind, attention).eval()
     positions = torch.tensor([[*range(5), *range(6)]])

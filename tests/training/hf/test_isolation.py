@@ -227,16 +227,16 @@ def test_a_model_in_which_samples_see_each_other_is_refused_at_each_call(
 
 
 def test_a_model_is_tested_once_and_again_with_another_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streampack.views import hf_isolation
+    from streampack.views.isolation import hf_dependence
 
     tested: list[Any] = []
-    check = hf_isolation.check
+    check = hf_dependence.check
 
     def counted(*given: Any) -> None:
         tested.append(given)
         check(*given)
 
-    monkeypatch.setattr(hf_isolation, "check", counted)
+    monkeypatch.setattr(hf_dependence, "check", counted)
     model, batch = hf.llama(attn_implementation="sdpa"), pack()
     for _ in range(2):
         model(**batch)

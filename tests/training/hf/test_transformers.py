@@ -180,7 +180,7 @@ def test_the_packing_mask_is_what_makes_them_equal(model: LlamaForCausalLM) -> N
 
     The call of the model refuses such positions, so it is told that it is checked already.
     """
-    from streampack.views.hf_isolation import inside
+    from streampack.views.isolation.hf_dependence import inside
 
     batch = next(iter(batches(rows(60, seed=2), "hf")))
     assert batch.num_samples > 1
