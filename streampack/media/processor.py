@@ -52,7 +52,8 @@ class ProcessorDecoder:
         values = self._processor(
             images=[image], return_tensors=self._tensors, input_data_format="channels_last", **self._options
         )
-        return np.asarray(values[PIXELS])
+        pixels = np.asarray(values[PIXELS])
+        return pixels[0] if pixels.ndim == 5 else pixels  # tiles of one image
 
 
 def _use_table(processor: Any) -> None:

@@ -3,7 +3,9 @@
 - ``image_family``: the interface of a family, and the settings in a processor's folder.
 - ``qwen_vl``: Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Patches of 14 or 16 pixels, and positions in time, height and width.
 - ``internvl``: InternVL. Tiles, each of as many tokens.
+- ``llava_next``: LLaVA-NeXT. Tiles of one of several sizes, without their padding.
 - ``gemma3``: Gemma 3. As many tokens for each image.
+- ``paligemma``: PaliGemma. The same, and a question whose tokens see each other.
 - ``open_family``: the family of a folder.
 - ``image_parts``: the images of a chat's messages, and the places that stand for them.
 - ``processor_tokenizer``: a tokenizer of chats with images.

@@ -39,6 +39,8 @@ class Gemma3(ImageFamily):
         """Return the fields of a run: the types of tokens, and references."""
         return super().fields(token) | {TYPES: {"dtype": "int64", "default": 0}}
 
-    def values_of(self, tokens: Tokens, token: int, images: Sequence[ImageTokens]) -> dict[str, NDArray[Any]]:
+    def values_of(
+        self, tokens: Tokens, token: int, images: Sequence[ImageTokens], learned: NDArray[np.uint8]
+    ) -> dict[str, NDArray[Any]]:
         """Return the type of each token: 1 for a token of an image."""
         return {TYPES: (tokens == token).astype(np.int64)}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from streampack.tokenizers.folder_files import FolderFiles
@@ -60,12 +61,16 @@ class ImageFamily(ABC):
     - ``options``: arguments of the image processor that the processor passes on each call.
     - ``placeholder``: text that a chat template writes for an image.
     - ``token``: token that stands for a part of an image.
+    - ``template``: chat template in place of the folder's; empty for the folder's own.
+    - ``has_prefix``: True if the one answer of a chat is encoded apart from the text before it.
     """
 
     classes: ClassVar[tuple[str, ...]]
     options: Mapping[str, Any] = NO_OPTIONS
     placeholder: str
     token: str
+    template: ClassVar[str] = ""
+    has_prefix: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, files: ProcessorFiles) -> None:
@@ -79,9 +84,12 @@ class ImageFamily(ABC):
         """Return the fields that a run declares, as in broker.yaml; ``token`` is the id of ``token``."""
         return {"loss_mask": {}, PIXELS: {"dtype": "reference", "axis": "item"}}
 
-    def values_of(self, tokens: Tokens, token: int, images: Sequence[ImageTokens]) -> dict[str, NDArray[Any]]:
+    def values_of(
+        self, tokens: Tokens, token: int, images: Sequence[ImageTokens], learned: NDArray[np.uint8]
+    ) -> dict[str, NDArray[Any]]:
         """Return the values of a sample's fields of axis ``token``, by name.
 
         ``tokens``: the ids of the sample. ``token``: the id of ``token``. ``images``: the images, in order.
+        ``learned``: 1 for each token that is learned.
         """
         return {}

@@ -11,9 +11,11 @@ from streampack.tokenizers.folder_files import FolderFiles, read_text
 from streampack.tokenizers.processors.gemma3 import Gemma3
 from streampack.tokenizers.processors.image_family import ImageFamily, ProcessorFiles
 from streampack.tokenizers.processors.internvl import InternVL
+from streampack.tokenizers.processors.llava_next import LlavaNext
+from streampack.tokenizers.processors.paligemma import PaliGemma
 from streampack.tokenizers.processors.qwen_vl import QwenVL
 
-FAMILIES: tuple[type[ImageFamily], ...] = (QwenVL, InternVL, Gemma3)
+FAMILIES: tuple[type[ImageFamily], ...] = (QwenVL, InternVL, LlavaNext, Gemma3, PaliGemma)
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _CLASS = "processor_class"
 

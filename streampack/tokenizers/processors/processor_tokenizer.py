@@ -32,7 +32,14 @@ class ProcessorTokenizer(FileTokenizer):
         folder = Path(settings.processor or "").expanduser()
         self.family = open_family(folder)
         marks = {self.family.placeholder, self.family.token}
-        super().__init__(msgspec.structs.replace(settings, file=str(folder), processor=None), marks=marks, images=True)
+        if self.family.has_prefix and settings.train_on == "all":
+            raise ConfigError(
+                f"tokenizer.train_on: got `all` for {type(self.family).__name__}, expected `answers`, because tokens "
+                "of a question see those after them"
+            )
+        template = settings.chat_template or self.family.template or None
+        settings = msgspec.structs.replace(settings, file=str(folder), processor=None, chat_template=template)
+        super().__init__(settings, marks=marks, images=True)
         if missing := sorted(mark for mark in marks if mark not in self._ids):
             raise ConfigError(
                 f"tokenizer.processor: the tokenizer in {folder} has no token {missing[0]}, which stands for images. "
@@ -62,7 +69,7 @@ class ProcessorTokenizer(FileTokenizer):
         expanded = _expanded(rendered, self.family.placeholder, [plan.text for plan in plans])
         if isinstance(expanded, str):
             return expanded
-        encoded = self._encode_rendered(expanded)
+        encoded = self._encode_parts(expanded) if self.family.has_prefix else self._encode_rendered(expanded)
         if isinstance(encoded, str) or not plans:
             return encoded
         repeats = [number for plan in plans for number in plan.repeats]
@@ -73,14 +80,27 @@ class ProcessorTokenizer(FileTokenizer):
         counts[is_image] = repeats
         mask = np.ones(len(is_image), np.uint8) if encoded.loss_mask is None else encoded.loss_mask.copy()
         mask[is_image] = 0
-        tokens = np.repeat(encoded.tokens, counts)
+        tokens, mask = np.repeat(encoded.tokens, counts), np.repeat(mask, counts)
         values: dict[str, Any] = {
             PIXELS: [image.reference for image in images],
             PATCHES: np.array([plan.rows for plan in plans]),
             **{name: [plan.values[name] for plan in plans] for name in plans[0].values},
-            **self.family.values_of(tokens, self._token, plans),
+            **self.family.values_of(tokens, self._token, plans, mask),
         }
-        return encoded._replace(tokens=tokens, loss_mask=np.repeat(mask, counts), values=values)
+        return encoded._replace(tokens=tokens, loss_mask=mask, values=values)
+
+    def _encode_parts(self, rendered: Rendered) -> Encoded | str:
+        """Return the ids and loss mask of a chat whose answer, at its end, is encoded apart; or a reason."""
+        text = rendered.text
+        if len(rendered.learned) != 1 or rendered.learned[0][1] != len(text) or self.family.token not in text:
+            return Because("template", f"{type(self.family).__name__} reads one question with images, and one answer")
+        begin = rendered.learned[0][0]
+        parts = [Rendered(text[:begin], []), Rendered(text[begin:], [(0, len(text) - begin)], rendered.warnings)]
+        question, answer = map(self._encode_rendered, parts)
+        if isinstance(question, str) or isinstance(answer, str):
+            return question if isinstance(question, str) else answer
+        masks = [np.zeros(len(question.tokens), np.uint8), np.ones(len(answer.tokens), np.uint8)]
+        return answer._replace(tokens=np.concatenate([question.tokens, answer.tokens]), loss_mask=np.concatenate(masks))
 
 
 def _expanded(rendered: Rendered, placeholder: str, texts: Sequence[str]) -> Rendered | str:

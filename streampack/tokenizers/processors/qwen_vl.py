@@ -69,7 +69,9 @@ class QwenVL(ImageFamily):
             **fields,
         }
 
-    def values_of(self, tokens: Tokens, token: int, images: Sequence[ImageTokens]) -> dict[str, NDArray[Any]]:
+    def values_of(
+        self, tokens: Tokens, token: int, images: Sequence[ImageTokens], learned: NDArray[np.uint8]
+    ) -> dict[str, NDArray[Any]]:
         """Return the positions of each token, [T, 3].
 
         A text token is one further than the token before it, along each axis. The tokens of an image begin at the same

@@ -96,6 +96,21 @@ FOLDERS: dict[str, dict[str, Any]] = {
         },
         "settings": {"size": {"height": 32, "width": 32}}, "keys": {"image_seq_length": 4},
     },
+    "llava_next": {
+        "processor": "LlavaNextProcessor", "image": "LlavaNextImageProcessorPil", "template": "llava_next",
+        "special": ["<s>", "</s>", "<pad>", "<image>"], "bos": "<s>", "eos": "</s>",
+        "named": {"image_token": "<image>"},
+        "settings": {
+            "size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32},
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]],
+        },
+        "keys": {"patch_size": 8, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
+    },
+    "paligemma": {
+        "processor": "PaliGemmaProcessor", "image": "SiglipImageProcessorPil", "template": "",
+        "special": ["<bos>", "<eos>", "<pad>", "<image>"], "bos": "<bos>", "eos": "<eos>",
+        "named": {"image_token": "<image>"}, "settings": {"size": {"height": 32, "width": 32}, "image_seq_length": 4},
+    },
 }  # fmt: skip
 _TEXTS = ["system user assistant\n", "what is this? a thing, a quick brown fox jumps over the lazy dog\n\n"]
 
@@ -125,7 +140,8 @@ def folder_of(name: str, folder: Path) -> Path:
     (folder / "processor_config.json").write_text(
         json.dumps({"processor_class": parts["processor"], **parts.get("keys", {})})
     )
-    (folder / "chat_template.jinja").write_text(_template(parts["template"]))
+    if parts["template"]:
+        (folder / "chat_template.jinja").write_text(_template(parts["template"]))
     return folder
 
 
@@ -151,9 +167,11 @@ def oracle_of(folder: Path) -> Any:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     image = transformers.AutoImageProcessor.from_pretrained(folder)
+    template = folder / "chat_template.jinja"
     return Oracle(
-        image_processor=image, tokenizer=tokenizer, chat_template=(folder / "chat_template.jinja").read_text(), **config
-    )
+        image_processor=image, tokenizer=tokenizer, chat_template=template.read_text() if template.exists() else None,
+        **config,
+    )  # fmt: skip
 
 
 def given_fields(tokenizer: Tokenizer) -> list[Field]:

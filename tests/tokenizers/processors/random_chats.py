@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 MODES = ("RGB", "L", "RGBA", "P", "LA", "CMYK", "1")
 _WORDS = ["what", "is", "this?", "a", "thing,", "the", "quick", "brown", "fox\n", "jumps", "over", "😀", "größe", "<b>"]
@@ -47,6 +47,37 @@ def random_chat(folder: Path, seed: int) -> tuple[list[dict[str, Any]], list[str
         messages.append({"role": "user", "content": parts})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": _text(draw, seed)}]})
     return messages, order
+
+
+def chat_for(family: str, folder: Path, seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """A random chat that the processor of a family reads: PaliGemma takes one question with images, and its answer."""
+    messages, images = random_chat(folder, seed)
+    if family != "paligemma":
+        return messages, images
+    images = images or [str(image_file(folder, np.random.default_rng(seed), 100 * seed))]
+    parts: list[dict[str, Any]] = [{"type": "image", "path": path} for path in images]
+    text = messages[0]["content"][-1] | {"type": "text", "text": "".join(map(text_of, messages[:1])) or "what?"}
+    parts.insert(seed % len(parts), text)
+    return [{"role": "user", "content": parts}, messages[1]], images
+
+
+def text_of(message: dict[str, Any], image: str = "") -> str:
+    """The text of a message, with ``image`` in the place of each image."""
+    return "".join(part.get("text", image) for part in message["content"])
+
+
+def processed(family: str, oracle: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The inputs that a processor of transformers makes of a chat, as arrays."""
+    if family != "paligemma":
+        return dict(
+            oracle.apply_chat_template(
+                [messages], tokenize=True, return_dict=True, sanitize_control_tokens=True, return_tensors="np"
+            )
+        )
+    paths = [part["path"] for part in messages[0]["content"] if part["type"] == "image"]
+    images = [ImageOps.exif_transpose(Image.open(path)).convert("RGB") for path in paths]
+    texts = {"text": [text_of(messages[0], "<image>")], "suffix": [text_of(messages[1])]}
+    return dict(oracle(images=[images], **texts, return_tensors="np"))
 
 
 def _text(draw: np.random.Generator, seed: int) -> str:

@@ -19,7 +19,7 @@ from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.base import TokenizerSettings
 from streampack.tokenizers.open_tokenizer import open_tokenizer
 from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, given_fields, oracle_of, training_template
-from tests.tokenizers.processors.random_chats import random_chat
+from tests.tokenizers.processors.random_chats import chat_for, processed, random_chat
 
 CHATS = int(os.environ.get("EXAMPLES", "12"))
 """Random chats of each family."""
@@ -47,27 +47,36 @@ def read(reader: RowReader, row: dict[str, Any]) -> Sample:
     return sample
 
 
+def pixels_of(family: str, values: Any, own: list[Any]) -> Any:
+    """The pixels of all images, one after another: LLaVA-NeXT pads images to the tiles of the largest one."""
+    if family != "llava_next":
+        return values
+    return np.concatenate([rows[: len(expected)] for rows, expected in zip(values, own, strict=True)])
+
+
 @pytest.mark.parametrize("family", FOLDERS)
 def test_ids_masks_grids_and_pixels_are_those_of_the_processor(family: str, folder: Path) -> None:
     place = folder_in(family, folder)
     oracle, reader, decode = oracle_of(place), reader_of(place), ProcessorDecoder(place)
     # The processor of InternVL takes the text of its token in the data for an image. transformers encodes such a text
     # apart from the line ends before it, which Gemma 3 writes after an image.
-    for seed in range(0, CHATS, 2 if family in ("internvl", "gemma3") else 1):
-        messages, paths = random_chat(folder, seed)
+    for seed in range(0, CHATS, 1 if "qwen" in family else 2):
+        messages, paths = chat_for(family, folder, seed)
         sample = read(reader, {"messages": messages})
-        plain = oracle.apply_chat_template(
-            [messages], tokenize=True, return_dict=True, sanitize_control_tokens=True, return_tensors="np"
-        )
+        plain = processed(family, oracle, messages)
         assert sample.tokens.tolist() == plain["input_ids"][0].tolist()
-        if not seed % 2:  # the mask of transformers does not go with special tokens in the data
+        if family == "paligemma":
+            assert sample.fields["loss_mask"].tolist() == plain["token_type_ids"][0].tolist()
+        elif not seed % 2:  # the mask of transformers does not go with special tokens in the data
             masked = oracle.apply_chat_template(
                 [messages], chat_template=training_template(family), tokenize=True, return_dict=True,
                 return_assistant_tokens_mask=True,
             )  # fmt: skip
             learned = np.array(masked["assistant_masks"][0])
             spaces = [oracle.tokenizer.decode([token]).isspace() for token in sample.tokens]
-            ends = np.isin(sample.tokens, oracle.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<end_of_turn>"]))
+            ends = np.isin(
+                sample.tokens, oracle.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<end_of_turn>", "</s>"])
+            )
             learned[1:][ends[:-1] & np.array(spaces[1:])] = 0  # white space after the end of an answer
             assert sample.fields["loss_mask"].tolist() == learned.tolist()
         if not paths:
@@ -77,7 +86,7 @@ def test_ids_masks_grids_and_pixels_are_those_of_the_processor(family: str, fold
         assert [reference.uri for reference in references] == paths
         pixels = [decode(Path(path).read_bytes(), Reference(path)) for path in paths]
         assert [len(rows) for rows in pixels] == np.asarray(sample.fields["patches"]).tolist()
-        np.testing.assert_array_equal(np.concatenate(pixels), plain["pixel_values"])
+        np.testing.assert_array_equal(np.concatenate(pixels), pixels_of(family, plain["pixel_values"], pixels))
         for name in sample.fields.keys() & plain.keys() - {"pixel_values", "position_ids"}:
             assert np.array_equal(sample.fields[name], plain[name][0] if name == "token_type_ids" else plain[name])
 

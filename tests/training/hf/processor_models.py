@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.tokenizers.processors.processor_folders import folder_of
+from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of
 
 _SIZES = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -54,6 +54,26 @@ def model_for(family: str, folder: Path, attention: str) -> Any:
             image_token_id=ids("<image_soft_token>"), attn_implementation=attention,
         )  # fmt: skip
         return transformers.Gemma3ForConditionalGeneration(config).double()
+    if family == "llava_next":
+        config = transformers.LlavaNextConfig(
+            vision_config={
+                "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "projection_dim": 16,
+            },
+            text_config={"model_type": "llama", **text}, image_token_index=ids("<image>"),
+            image_grid_pinpoints=FOLDERS[family]["settings"]["image_grid_pinpoints"], attn_implementation=attention,
+        )  # fmt: skip
+        return transformers.LlavaNextForConditionalGeneration(config).double()
+    if family == "paligemma":
+        config = transformers.PaliGemmaConfig(
+            vision_config={
+                "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "image_size": 32, "patch_size": 16, "projection_dim": 16,
+            },
+            text_config={"model_type": "gemma", "head_dim": 8, **text}, image_token_index=ids("<image>"),
+            projection_dim=16, hidden_size=16, attn_implementation=attention,
+        )  # fmt: skip
+        return transformers.PaliGemmaForConditionalGeneration(config).double()
     kind = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
     vision: dict[str, Any] = {
         "depth": 2,

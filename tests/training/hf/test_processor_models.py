@@ -22,7 +22,7 @@ from streampack.errors import UserError
 from tests.docs.pages import ROOT
 from tests.integration.running import producing_here, running_broker
 from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, oracle_of
-from tests.tokenizers.processors.random_chats import random_chat
+from tests.tokenizers.processors.random_chats import chat_for, processed
 from tests.training.hf.processor_models import model_for
 
 CHATS = 7
@@ -59,7 +59,7 @@ def only_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pack_is_its_chats_alone(family: str, attention: str, tmp_path: Path) -> None:
     folder = folder_of(family, tmp_path / family)
     model, oracle = model_for(family, folder, attention), oracle_of(folder)
-    chats = [random_chat(tmp_path, 2 * seed)[0] for seed in range(CHATS)]
+    chats = [chat_for(family, tmp_path, 2 * seed)[0] for seed in range(CHATS)]
     together, counts, labels = torch.zeros(()).double(), list[int](), dict[int, Any]()
     with streampack.local(
         [{"messages": chat} for chat in chats], tokenizer={"processor": str(folder)}, budget=1024, format="hf",
@@ -77,10 +77,13 @@ def test_a_pack_is_its_chats_alone(family: str, attention: str, tmp_path: Path) 
     gradients: Any = torch.autograd.grad(together, list(model.parameters()), allow_unused=True)
     alone = torch.zeros(()).double()
     for number, chat in enumerate(chats):
-        inputs = dict(oracle.apply_chat_template([chat], tokenize=True, return_dict=True, return_tensors="pt"))
-        inputs = {name: value for name, value in inputs.items() if name != "attention_mask" and value is not None}
+        arrays = processed(family, oracle, chat)
+        others = ("attention_mask", "labels")
+        inputs = {
+            name: torch.as_tensor(value) for name, value in arrays.items() if name not in others and value is not None
+        }
         if "pixel_values" in inputs:
-            inputs["pixel_values"] = torch.as_tensor(np.asarray(inputs["pixel_values"])).double()
+            inputs["pixel_values"] = inputs["pixel_values"].double()
         else:
             inputs.pop("mm_token_type_ids", None)
         own = labels[number]
