@@ -6,6 +6,7 @@ Pillow, and torch if torchvision is installed.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from streampack.errors import ConfigError, StreampackError, UserError
 from streampack.sources.files.image_files import decoded
 from streampack.tokenizers.processors.image_family import PIXELS
 from streampack.tokenizers.processors.open_family import open_family
+
+log = logging.getLogger("streampack.client")
+_TRIED = "5.24.0"
+"""Version of transformers whose processors look pixel values up."""
 
 
 class ProcessorDecoder:
@@ -43,11 +48,33 @@ class ProcessorDecoder:
             ) from error
         self._tensors = "np" if type(self._processor).__name__.endswith("Pil") else "pt"
         if self._tensors == "np" and self._processor.do_rescale and self._processor.do_normalize:
-            _use_table(self._processor)
+            self._use_table()
 
     def __call__(self, data: bytes, reference: Reference) -> NDArray[Any]:
         """Return the pixel values of an image."""
-        image = decoded(data)
+        return self._pixels(decoded(data))
+
+    def _use_table(self) -> None:
+        """Let the processor look its values up, unless that changes the values of an image with all bytes."""
+        ramp = np.arange(3 * 64 * 64).astype(np.uint8).reshape(64, 64, 3)
+        expected = self._pixels(ramp)
+        try:
+            _use_table(self._processor)
+            if np.array_equal(self._pixels(ramp), expected):
+                return
+            why = "the values of a test image differ"
+        except Exception as error:  # whatever other internals raise
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        for name in ("rescale", "normalize"):
+            vars(self._processor).pop(name, None)
+        log.warning(
+            "%s of transformers %s cannot look pixel values up (%s). It computes each pixel, which takes more CPU. "
+            "transformers %s was tried",
+            type(self._processor).__name__, import_module("transformers").__version__, why, _TRIED,
+        )  # fmt: skip
+
+    def _pixels(self, image: Any) -> NDArray[Any]:
+        """Return the pixel values of a decoded image."""
         # Images of 1 or 3 pixels in height would pass for images whose first axis is that of colors.
         values = self._processor(
             images=[image], return_tensors=self._tensors, input_data_format="channels_last", **self._options
