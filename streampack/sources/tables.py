@@ -1,4 +1,4 @@
-"""Refuses tables, columns and splits where rows are expected, and says what to write.
+"""Refuses tables, columns, splits and loaders where rows are expected, and says what to write.
 
 Iterating over a table yields the names of its columns, or the columns, and not rows. Types are known by their names,
 because none of these libraries is imported.
@@ -24,7 +24,7 @@ _ROWS_OF_DICT = (
 
 
 def refuse_tables(value: Any) -> None:
-    """Raise UserError for a table, a column of pandas or the splits of a dataset, where rows are expected."""
+    """Raise UserError for a table, a column, the splits of a dataset or a torch DataLoader, where rows are expected."""
     classes = {base.__name__ for base in type(value).__mro__}
     kind = type(value).__name__
     if classes & {"DatasetDict", "IterableDatasetDict"}:
@@ -32,6 +32,8 @@ def refuse_tables(value: Any) -> None:
             f"got a {kind} with the splits {', '.join(map(str, value))}, expected one split. Pass one, such as "
             f"dataset[{next(iter(value), 'train')!r}]"
         )
+    if "DataLoader" in classes and hasattr(value, "dataset"):
+        raise UserError(f"got a {kind}, which yields batches, expected samples. Pass its dataset: loader.dataset")
     if hasattr(value, "iloc"):
         advice = "df.to_dict('records')" if hasattr(value, "columns") else "series.tolist()"
     elif hasattr(value, "to_dicts"):

@@ -58,6 +58,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"web": FRAME["text"]}, r"web: got a Series, expected rows.*series\.tolist\(\)"),
     (pa.table({"text": ["ab"]}), r"data: got a Table, expected rows.*table\.to_pylist\(\)"),
     (pa.chunked_array([["ab"]]), r"data: got a ChunkedArray, expected rows.*to_pylist\(\)"),
+    (torch.utils.data.DataLoader([[3, 4]]), r"data: got a DataLoader, which yields batches.* Pass its dataset"),
 ]
 
 
@@ -65,6 +66,17 @@ REFUSED: list[tuple[Any, str]] = [
 def test_local_refuses_what_holds_no_rows(given: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         sp.local(given, budget=16).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("num_workers", "Leave it out"), ("collate_fn", "Leave it out"), ("batch_size", "mean 'samples'"),
+     ("epochs", "mean 'passes'"), ("drop_last", "mean tail='drop'")],
+)  # fmt: skip
+def test_an_argument_of_a_dataloader_is_refused_with_what_to_write(name: str, words: str) -> None:
+    options: dict[str, Any] = {name: 2}
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'.*{words}"):
+        sp.local([[3, 4]], **options)
 
 
 TEXTS = [[97, 98, 256], [99, 100, 256]]
@@ -112,6 +124,7 @@ def batches() -> Iterator[dict[str, Any]]:
 
 BAD: list[tuple[Any, str]] = [
     (batches(), r"\(ragged\), expected a 1-D array of ids, but input_ids is nested\. A row has the ids of one sample"),
+    ([([3, 4], [4, 5])], r"\(ragged\), .* the row is a tuple of several values\. Write {'input_ids': ids, 'labels': "),
     ([{"text": ["ab", "cd"]}], r"\(dtype\), .* but text is a list\. A row has one text, not a batch of texts"),
     ([{"text": float("nan")}], r"\(dtype\), .* but text is NaN, which stands for a missing value\. Remove such rows"),
     ([float("nan")], r"\(dtype\), .* but the row is NaN"),

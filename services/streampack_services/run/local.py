@@ -147,7 +147,12 @@ def _keys(chosen: Mapping[str, Any], struct: type[Struct]) -> dict[str, Any]:
 
 _MEANT = {
     **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "seq_len"), ". Did you mean 'budget'?"),
-    "batch_size": ". Did you mean 'packs', the number of packs in a step?",
+    "batch_size": ". Did you mean 'samples', the number of samples in a step, or 'packs', the number of packs?",
+    **dict.fromkeys(("epochs", "num_epochs"), ". Did you mean 'passes'?"),
+    "drop_last": ". Did you mean tail='drop'?",
+    "pin_memory": ". Did you mean 'device'?",
+    **dict.fromkeys(("num_workers", "prefetch_factor"), ". Leave it out: threads read and pack ahead"),
+    "collate_fn": ". Leave it out: a pack is a whole batch",
     **{
         key: f". Set it for a stream: {{'data': {{'source': rows, '{key}': '...'}}}}"
         for key in ("messages_key", "prompt_key", "completion_key")

@@ -279,6 +279,8 @@ def no_ids(key: str, value: object, reason: str) -> str:
         return Because(reason, f"{key} is a text. If it holds a list as JSON, parse it with json.loads")
     if reason == "ragged" and getattr(value, "ndim", 1) == 0:
         return Because(reason, f"{key} is a single number. A row has a list of ids")
+    if reason == "ragged" and isinstance(value, tuple):
+        return Because(reason, f"{key} is a tuple of several values. Write {{'input_ids': ids, 'labels': labels}}")
     if reason == "ragged":
         return Because(reason, f"{key} is nested. A row has the ids of one sample, not of a batch")
     if reason == "dtype" and not isinstance(value, list | tuple | np.ndarray):
