@@ -288,8 +288,11 @@ class _Run:
             **self.env, "STREAMPACK_ENDPOINT": addresses["trainers"], "STREAMPACK_PRODUCERS": addresses["producers"],
             "STREAMPACK_HTTP": addresses["http"],
         }  # fmt: skip
-        top = f"streampack top -c {self.options.broker}" if len(own_runs.own_runs()) > 1 else "streampack top"
-        log.info("status page: %s; in another terminal, '%s' watches this run", addresses["http"], top)
+        if watched is None:
+            top = f"streampack top -c {self.options.broker}" if len(own_runs.own_runs()) > 1 else "streampack top"
+            log.info("status page: %s; in another terminal, '%s' watches this run", addresses["http"], top)
+        else:
+            log.info("this host uses the broker at %s", addresses["trainers"])
         try:
             command = subprocess.Popen(self.options.command, env=env)
         except OSError as error:

@@ -178,7 +178,11 @@ class Producers:
         if p in self.failures:
             return f"{text}: {self.failures[p]}"
         if holder is None:
-            how = "a streampack.Producer for it" if stream.terms.pushed else "one with 'streampack produce'"
+            how = (
+                "a streampack.Producer for it"
+                if stream.terms.pushed
+                else "one with 'streampack produce -c producer.yaml'"
+            )
             last = self._left.get(stream.terms.name)
             last_seen = "" if last is None else f"the producer at {last.where} was heard {self._ago(last)} s ago; "
             return f"{text} ({last_seen}no producer offers it; start {how})"

@@ -122,10 +122,11 @@ class ProducerSession(Sender):
 
     def waiting_for(self) -> str:
         """Return a text that names the cause of the producer's wait; empty if the producer sends."""
-        if self.is_silent:
+        if not self.reached or (self.held and self.is_silent):
             return SILENT_TEXT
         if not self.held:
-            return "a lease, because other producers hold every partition or all partitions have ended"
+            silent = ", or the broker does not answer" if self.is_silent else ""  # it answers no ping without a lease
+            return f"a lease, because other producers hold every partition or all partitions have ended{silent}"
         phases = {held_lease.phases.now for held_lease in self.held.values()}
         if phases == {LeasePhase.SETTLED}:
             return "the trainers, which may still need samples again although all samples are delivered"

@@ -863,6 +863,18 @@ def sent(effects: list[Effect], kind: type[M]) -> list[M]:
     return [e.envelope.message for e in effects if isinstance(e, Send) and isinstance(e.envelope.message, kind)]
 
 
+def test_a_producer_without_a_lease_does_not_say_that_the_broker_is_silent() -> None:
+    """The broker answers its first message, and no ping."""
+    session = producer()
+    session.handle(Tick(0.0))
+    assert session.waiting_for() == "an answer of the broker"
+    session.handle(from_broker(Who()))
+    lease_ = "a lease, because other producers hold every partition or all partitions have ended"
+    assert session.waiting_for() == lease_
+    session.handle(Tick(60.0))
+    assert session.waiting_for() == f"{lease_}, or the broker does not answer"
+
+
 def test_a_producer_that_has_sent_everything_does_not_blame_the_trainers() -> None:
     session = producer()
     session.handle(Tick(0.0))

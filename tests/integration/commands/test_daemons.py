@@ -183,7 +183,7 @@ def test_the_broker_says_what_it_waits_for() -> None:
         what = "waiting for samples: the next sample has not come from stream 'web' partition 0 of 2"
         said = re.compile(rf"no step for (?:[5-9]|\d\d) s: {what}")  # 5, but where the machine is slow
         until(lambda: said.search(broker.said) is not None)
-        assert "start one with 'streampack produce'" in broker.said
+        assert "start one with 'streampack produce -c producer.yaml'" in broker.said
         lines = [json.loads(line) for line in broker.said.splitlines()]
         warned = [line for line in lines if line["level"] != "info"]
         assert len(warned) == 1, "of its addresses, which are on loopback, and of nothing else"

@@ -274,6 +274,8 @@ def test_two_hosts_have_one_broker(files: list[str], tmp_path: Path) -> None:
     assert sum(map(int, counts)) == 600
     assert len(set(endpoints)) == 1
     assert "broker | " not in errors[1].read_text()
+    assert ["status page: http://" in said.read_text() for said in errors] == [True, False], "it is on host 0"
+    assert f"this host uses the broker at {endpoints[1]}" in errors[1].read_text()
 
 
 def test_another_host_ends_with_the_reason_when_node_0_fails(files: list[str], tmp_path: Path) -> None:
