@@ -8,6 +8,7 @@ from __future__ import annotations
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import parse_size
 from streampack.core.deal.mesh_validation import batch_refusal, mesh_refusal
+from streampack.core.model.bounded import MAX_STREAMS
 from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rule_changes import rules_of_stages
 from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules
@@ -16,7 +17,7 @@ from streampack.transport.endpoints import check_endpoint
 
 _MAX_CHUNK_BYTES = 256 << 20
 """A quarter of the largest payload of a message (``wire.frames.MAX_PAYLOAD_BYTES``)."""
-_MIN_LOG_BYTES = 256 << 20
+MIN_LOG_BYTES = 256 << 20
 """Four files of the log: one is written, one is prepared, and only complete ones can be removed."""
 
 
@@ -44,12 +45,17 @@ def checked(config: BrokerConfig) -> BrokerConfig:
     _check_standby(config)
     for feed in config.feeds:
         rules = config.plan(feed)
+        if (number := len(rules.streams)) > MAX_STREAMS:
+            raise ConfigError(
+                f"feed {feed!r}: got {number} streams, expected at most {MAX_STREAMS}. Read several of them as one "
+                "stream, whose `shards` are the files of all"
+            )
         _check_rules(config, rules, config.feeds[feed].layout)
         _check_stages(config, feed, rules)
     parse_size(config.memory, "memory")
-    if parse_size(config.retain.bytes, "retain.bytes") < _MIN_LOG_BYTES:
+    if parse_size(config.retain.bytes, "retain.bytes") < MIN_LOG_BYTES:
         raise ConfigError(
-            f"retain.bytes: got {config.retain.bytes}, expected at least {_MIN_LOG_BYTES >> 20}MiB, because the log "
+            f"retain.bytes: got {config.retain.bytes}, expected at least {MIN_LOG_BYTES >> 20}MiB, because the log "
             "needs at least four files of 64 MiB"
         )
     if parse_size(config.limits.chunk, "limits.chunk") > _MAX_CHUNK_BYTES:

@@ -170,7 +170,7 @@ ALONE = (
     "attend(q, k, v, block_mask=batch.block_mask)", "streampack.varlen_attention(*qkv(batch), batch)",
     "worker.train(batch, loss_fn", "TextTrainer(parse_args", "strategy.train_step(",
     "media = streampack.Media(processor=folder)", 'tokenizer={"processor": folder}', "groups = streampack.cp_groups()",
-    "HybridSchedule(config)",
+    "HybridSchedule(config)", 'connect(order="dp", device=device)',
 )  # fmt: skip
 """Texts of blocks with tests of their own: they call functions, or losses are compared with those of the framework."""
 NO_PACKS = ("trl_grpo.install(trainer)",)
