@@ -182,6 +182,11 @@ ROWS = (
               "Bytes of the media of the samples that the broker holds, beside the arena. References count with their "
               "own bytes."),
     ], collapsed=True),
+    Row("Groups of ranks", 8, [
+        Panel("Groups by ranks", "cp_groups"),
+        Panel("Exchange saved", "saved_exchange_ratio"),
+        Panel("Padding saved", "saved_chunk_padding_ratio"),
+    ], collapsed=True),
     Row("Padding and packing", 6, [
         Panel("Padding by cause",
               {"{{cause}}": f"sum by (cause) ({PADDED}) / on () group_left () sum({DELIVERED})"},

@@ -247,7 +247,7 @@ class Arena:
         The slices are int64 [4, slices]: address, real tokens, offset and size. With the layout ``whole`` all ranks
         have the same shard, which occurs once. Packs that groups of ranks share have one rank each, see ``gather``.
         """
-        handles, counts, widths, aligns, depths, sizes, of_packs = packs
+        handles, counts, widths, aligns, depths, sizes, own = packs
         if layout != "whole" and sizes is not None:
             layout = "zigzag"
         if layout == "whole" or sizes is not None:
@@ -261,10 +261,13 @@ class Arena:
         num_slices = total = 0
         for rank in ranks:
             room = slices[:, num_slices:] if num_slices else slices
-            groups = (sizes, of_packs) if of_packs is not None else (np.array([cp]), np.array([rank]))
-            count, tokens = find_slices(handles, counts, widths, aligns, places, lengths, *groups, KINDS[layout], *room)
+            cps, of_packs = (np.array([cp]), np.array([rank])) if sizes is None or own is None else (sizes, own)
+            count, tokens = find_slices(
+                handles, counts, widths, aligns, places, lengths, cps, of_packs, KINDS[layout], *room
+            )
             if count < 0:
-                why = self._layout_error(packs, tokens, *(int(of[tokens % len(of)]) for of in groups), layout)
+                at = tokens % len(cps)
+                why = self._layout_error(packs, tokens, int(cps[at]), int(of_packs[at]), layout)
                 raise InternalError(f"cannot lay out a pack, or one of its samples was released: {why}")
             num_slices, total = num_slices + count, total + tokens
         return slices[:, :num_slices], total

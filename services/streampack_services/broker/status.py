@@ -207,6 +207,32 @@ class DynamicBatching(Struct, frozen=True, kw_only=True):
         return {kind: getattr(self, f"{kind}_tokens") for kind in kinds}
 
 
+class GroupsStatus(Struct, frozen=True, kw_only=True):
+    """Groups of ranks of dynamic context parallelism, summed over steps.
+
+    They are compared with static context parallelism whose size is the smallest with room for a step's longest sample.
+    """
+
+    groups: Annotated[dict[str, int], counter(
+        "cp_groups", "Groups of ranks that shared a pack with `cp: dynamic`, by their number of ranks.", "ranks",
+        label="groups by ranks", shown=True)]  # fmt: skip
+    """Groups with samples, by their number of ranks."""
+    exchanged_tokens: Annotated[dict[str, int], counter(
+        "cp_exchanged_tokens", "Tokens that ranks get in a ring from others of their group. With the label static, the "
+        "longest sample of a step sets the size of all groups.", "cp")]  # fmt: skip
+    saved_exchange_ratio: Annotated[float | None, gauge(
+        "saved_exchange_ratio", "Share of the tokens exchanged by static context parallelism that groups of ranks "
+        "save.", label="exchange saved", shown=True)]  # fmt: skip
+    """None where static context parallelism has no exchange either."""
+    chunk_padding_tokens: Annotated[dict[str, int], counter(
+        "cp_chunk_padding_tokens", "Padding of samples to 2 chunks for each rank of their group. With the label "
+        "static, the longest sample of a step sets the size of all groups.", "cp")]  # fmt: skip
+    saved_chunk_padding_ratio: Annotated[float | None, gauge(
+        "saved_chunk_padding_ratio", "Share of the padding of static context parallelism to chunks that groups of "
+        "ranks save.", label="padding saved", shown=True)]  # fmt: skip
+    """None where static context parallelism has no such padding either."""
+
+
 class Histogram(Struct, frozen=True, kw_only=True):
     """Counts of values by bucket."""
 
@@ -342,6 +368,8 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     """Packs that the trainers' mesh added."""
     dynamic_batching: DynamicBatching | None
     """Padding that dynamic batching removes; None without ``padded: true``."""
+    groups: GroupsStatus | None
+    """Groups of ranks; None without ``cp: dynamic``."""
     lengths: list[tuple[int, int]]
     """(samples, tokens) of each bucket of lengths that holds any, shortest first."""
     waiting_lengths: list[tuple[int, int]] = []

@@ -8,7 +8,7 @@ all dealt steps; a step that is dealt again, on another mesh, counts again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from streampack.core.stats.padding import CAUSES
 F64 = NDArray[np.float64]
 MOST_SHOWN = 64
 """Most micro-batches of a rank whose costs are shown."""
+_CP = ("dynamic", "static")
 _OF_RANKS = ("min", "max", "mean", "spread")
 
 
@@ -54,6 +55,60 @@ class RankCosts:
         return means
 
 
+@dataclass(slots=True)
+class GroupFigures:
+    """Groups of ranks, and what they save compared with groups of one size, of each step as first dealt.
+
+    That size is the smallest power of two with room for the longest sample of the step, which static context
+    parallelism needs for all samples.
+
+    Attributes:
+        groups: Number of groups with samples, by their number of ranks.
+        exchanged_tokens: Tokens that ranks get from others of their group in a ring, with each layout: ``dynamic`` and
+            ``static``. Each rank of g gets (g - 1) / g of a sample.
+        chunk_padding_tokens: Padding of samples to the chunks of their ranks, with each layout.
+    """
+
+    groups: dict[str, int] = field(default_factory=dict)
+    exchanged_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_CP, 0))
+    chunk_padding_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_CP, 0))
+
+    @property
+    def saved_exchange_ratio(self) -> float | None:
+        """Share of the static exchange that groups save; None without one."""
+        return _saved(self.exchanged_tokens)
+
+    @property
+    def saved_chunk_padding_ratio(self) -> float | None:
+        """Share of the static padding to chunks that groups save; None without one."""
+        return _saved(self.chunk_padding_tokens)
+
+    def add(self, lengths: I64, sizes: I64, counts: I64, aligns: I64) -> None:
+        """Count a step.
+
+        Args:
+            lengths: Tokens of each sample, int64 [samples].
+            sizes: Ranks of the groups of each sample, int64 [2, samples]: the own group, and that of static cp.
+            counts: Groups with samples of 1, 2, 4 ... ranks, int64 [levels].
+            aligns: Multiple to which each sample is padded there, int64 [2, samples].
+        """
+        for level in np.flatnonzero(counts).tolist():
+            name = str(1 << level)
+            self.groups[name] = self.groups.get(name, 0) + int(counts[level])
+        self.groups = dict(sorted(self.groups.items(), key=lambda item: int(item[0])))
+        padding = (-(-lengths // aligns) * aligns - lengths).sum(axis=1)
+        exchanged = ((sizes - 1) * lengths).sum(axis=1)
+        for cp, more, tokens in zip(_CP, padding.tolist(), exchanged.tolist(), strict=True):
+            self.chunk_padding_tokens[cp] += more
+            self.exchanged_tokens[cp] += tokens
+
+
+def _saved(tokens: dict[str, int]) -> float | None:
+    """Return the share of the static tokens that dynamic context parallelism saves; None without any."""
+    dynamic, static = (tokens[cp] for cp in _CP)
+    return 1 - dynamic / static if static else None
+
+
 class DealtFigures:
     """Statistics of the steps of a feed, updated as each step is dealt."""
 
@@ -71,6 +126,8 @@ class DealtFigures:
         """In batch mode, packs split off and empty packs added for the mesh; of each step as first dealt."""
         self.padded: PaddedFigures | None = None
         """Tokens of padded micro-batches, of each step as first dealt; None if steps are dealt as packs."""
+        self.groups: GroupFigures | None = None
+        """Groups of ranks; None without dynamic context parallelism."""
         self.padded_by_budget = dict[int, Totals]()
         """Totals of padded micro-batches by budget, each counted as a pack; of each step as first dealt."""
         self.skipped_tokens = 0

@@ -20,7 +20,7 @@ from streampack.core.columns.step_columns import StepColumns, columns_by_rules, 
 from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.deal.deal import arrange
 from streampack.core.deal.deal_kernels import lay_out
-from streampack.core.deal.deal_stats import DealtFigures
+from streampack.core.deal.deal_stats import DealtFigures, GroupFigures
 from streampack.core.deal.dynamic_batches import PaddedFigures
 from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, CpPlan, GroupRequest
 from streampack.core.deal.mesh_validation import mesh_refusal
@@ -257,6 +257,7 @@ class GroupDealer(StepDealer):
     def __init__(self, rules: Rules, table: SampleTable, figures: DealtFigures, dynamic: DynamicCp) -> None:
         super().__init__(rules, table, figures)
         self._dynamic = dynamic
+        figures.groups = figures.groups or GroupFigures()
 
     def request(self, step: PlannedStep, mesh: Mesh) -> GroupRequest | None:
         return self._request(step.packs, mesh.dp * mesh.cp)
@@ -283,10 +284,21 @@ class GroupDealer(StepDealer):
         if is_first:
             laid = dynamic.widths(slots, plan.size, "exact" if self.rules.shape != "fixed" else "fixed", align.pack)
             self.figures.deliver(packs.tokens, padding_of_groups(packs.tokens, slots, widths, laid))
+            self._count_groups(plan, lengths, ranks)
         dealt = arrange(plan.dealt(ranks), plan.costs, self.rules.balance.order or "largest_first")
         in_turn = np.arange(dealt.size).reshape(dealt.shape)
         self.figures.add(plan.costs[dealt].ravel(), (packs.tokens // plan.size)[dealt].ravel(), in_turn)
         return _Placed(packs, dealt, widths, aligns, (plan.first, plan.size), _digest(packs, plan, dealt))
+
+    def _count_groups(self, plan: CpPlan, lengths: I64, ranks: int) -> None:
+        """Count the groups of a step when it is first dealt."""
+        assert self.figures.groups is not None
+        dynamic, align = self._dynamic, self.rules.align.sample
+        with_samples = np.unique(plan.group_of)
+        counts = np.bincount(np.log2(plan.size[with_samples]).astype(np.int64), minlength=1)
+        static = dynamic.least_group(int(lengths.max(initial=1)), ranks, align)
+        sizes = np.stack([plan.size[plan.group_of], np.full(len(lengths), static)])
+        self.figures.groups.add(lengths, sizes, counts, dynamic.aligns(sizes, align))
 
 
 def _digest(packs: Portions, plan: CpPlan, dealt: I64) -> bytes:

@@ -117,6 +117,19 @@ class DynamicCp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the ranks of the largest group of a mesh of ``ranks`` dp x cp ranks, a power of two."""
         return 1 << (min(self.max_group, ranks).bit_length() - 1)
 
+    def least_group(self, tokens: int, ranks: int, align: int) -> int:
+        """Return the ranks of the smallest group with room for a sample; of the largest if none has.
+
+        ``align`` is ``align.sample``.
+
+        >>> DynamicCp(rank_tokens=64, max_group=8).least_group(100, 8, 1)
+        2
+        """
+        sizes = [1 << level for level in range(self.largest_group(ranks).bit_length())]
+        units = [lcm(align, 2 * size) if size > 1 else align for size in sizes]
+        fits = (-(-tokens // unit) * unit <= size * self.rank_tokens for size, unit in zip(sizes, units, strict=True))
+        return next((size for size, has_room in zip(sizes, fits, strict=True) if has_room), sizes[-1])
+
     def aligns(self, sizes: I64, align: int) -> I64:
         """Return the multiple to which samples are padded in groups of ``sizes`` ranks, int64 [groups].
 

@@ -105,3 +105,34 @@ def test_the_plan_that_a_thread_made_is_the_plan_of_a_step_and_one_for_another_m
         for rank in range(8):
             assert message(ahead, 0, mesh, rank) == message(source, 0, mesh, rank)
     assert ahead.request(step, Mesh()) is None, "the mesh is too small for the budget"
+
+
+def test_figures_of_groups_are_sums_over_the_parts_that_ranks_get() -> None:
+    mesh, dynamic = Mesh(dp=4, cp=4), kept(DYNAMIC.layout)
+    groups = dict[int, int]()
+    exchanged, padding = [0, 0], [0, 0]
+    for number in range(2):
+        lengths, sizes = list[int](), list[int]()
+        for rank in range(16):
+            part = message(dynamic, number, mesh, rank)
+            firsts, of_packs = part.groups(DYNAMIC, 16)
+            counts = np.frombuffer(part.counts_u32, "<u4")
+            for size in of_packs[(firsts == rank) & (counts > 0)].tolist():
+                groups[size] = groups.get(size, 0) + 1
+            own = np.repeat(firsts == rank, counts)
+            lengths += np.frombuffer(part.lengths_u32, "<u4")[own].tolist()
+            sizes += np.repeat(of_packs, counts)[own].tolist()
+        static = next(size for size in (1, 2, 4, 8, 16) if max(lengths) <= size * DYNAMIC.rank_tokens)
+        for length, size in zip(lengths, sizes, strict=True):
+            for k, ranks in enumerate((size, static)):
+                unit = max(2 * ranks if ranks > 1 else 1, RULES.align.sample)
+                exchanged[k] += (ranks - 1) * length
+                padding[k] += -length % unit
+    figures = dynamic.figures.groups
+    assert figures is not None
+    assert figures.groups == {str(size): count for size, count in sorted(groups.items())}
+    assert list(figures.exchanged_tokens.values()) == exchanged
+    assert list(figures.chunk_padding_tokens.values()) == padding
+    assert figures.saved_exchange_ratio == 1 - exchanged[0] / exchanged[1]
+    assert figures.saved_chunk_padding_ratio == 1 - padding[0] / padding[1]
+    assert kept("zigzag").figures.groups is None

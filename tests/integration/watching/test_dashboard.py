@@ -139,7 +139,8 @@ def test_panels_that_few_runs_need_are_in_a_collapsed_row() -> None:
     hidden = {row["title"]: row["panels"] for row in ROWS if row["collapsed"]}
     rare = {
         "Late fields": r"streampack_late_", "Media": r"streampack_(media|arena_media)_",
-        "Relays": r"streampack_relay_", "Standby": r"streampack_standby_",
+        "Groups of ranks": r"streampack_(cp_groups|saved_)", "Relays": r"streampack_relay_",
+        "Standby": r"streampack_standby_",
     }  # fmt: skip
     assert list(hidden) == list(rare)
     shown = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]

@@ -164,7 +164,8 @@ def test_every_expression_of_the_dashboard_and_of_the_alerts_has_an_answer(walk:
     for row in DASHBOARD["panels"]:
         for expression in expressions_of(row.get("panels", ())):
             assert walk.asked(expression) == [], (
-                "this run has no late fields, media, relays and standby, and Prometheus accepts the expression"
+                "this run has no late fields, media, groups of ranks, relays and standby, and Prometheus accepts the "
+                "expression"
             )
     until(lambda: "unknown" not in walk.healths())
     assert walk.healths() == {"ok"}
