@@ -228,6 +228,11 @@ def show_sample(report: Tree) -> None:
             f"{place['crc']:08x}", place["digest"][:SHORT], "skipped" if place["skipped"] else counts,
         )  # fmt: skip
     console.print(table)
+    if groups := [place["step"] for place in places if place["dealt_by"]]:
+        console.print(
+            f"pack: number of FORM's pack. Groups of ranks shared the sample: streampack why --step {groups[-1]} "
+            f"--dp-size D --cp-size C shows them."
+        )
     _show_values(console, places)
 
 
@@ -398,8 +403,8 @@ def show_replayed(report: Tree) -> None:
     ])  # fmt: skip
     console.print()
     table = new_table()
-    add_numbers(table, ("pack", "dp", "micro", "samples", "tokens", "loss"))
+    add_numbers(table, ("pack", "ranks" if report["dealt_by"] else "dp", "micro", "samples", "tokens", "loss"))
     for pack in report["packs"]:
-        keys = ("pack", "dp_rank", "micro_batch", "num_samples", "num_tokens", "num_loss_tokens")
-        table.add_row(*(f"{pack[key]:,}" for key in keys))
+        keys = ("micro_batch", "num_samples", "num_tokens", "num_loss_tokens")
+        table.add_row(f"{pack['pack']:,}", _ranks_text(pack), *(f"{pack[key]:,}" for key in keys))
     console.print(table)

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from streampack.config.config_files import read_broker, read_producer
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.core.model.mesh import DynamicCp
 from streampack.errors import UserError
 from streampack.packs.step import Step
 from streampack_services.audit import why
@@ -65,11 +67,12 @@ def replay(options: ReplayOptions) -> Tree:
         raise UserError(f"The folder of --out {options.out} does not exist. Create the folder first.")
     with _quiet(), read_ledger(folder) as ledger, contextlib.ExitStack() as stack:
         wanted = _wanted(ledger, options)
+        layout = _layout_of(config, wanted, options)
         work = Path(stack.enter_context(_temporary_folder()))
         mesh = {"dp": options.dp, "cp": options.cp, "pp": options.pp}
         rerun = Rerun(config, producers, wanted, ledger, folder, mesh, options.timeout_s)
         ranks = rerun.steps(stack, work)
-        report = _compared(wanted, ranks) | {"mesh": mesh, "out": None, "seconds": 0.0}
+        report = _compared(wanted, ranks, layout) | {"mesh": mesh, "out": None, "seconds": 0.0}
         if options.out is not None:
             _save(options.out, wanted, ranks)
             report["out"] = str(options.out)
@@ -98,10 +101,24 @@ def _wanted(ledger: Ledger, options: ReplayOptions) -> Wanted:
     return Wanted(ledger.state.run, feed, rows, streams, effective, feed.is_skipped(rows.step))
 
 
+def _layout_of(config: BrokerConfig, wanted: Wanted, options: ReplayOptions) -> str:
+    """Return the feed's layout. Raises UserError if its packs need groups of more ranks than the mesh has."""
+    feed = config.feeds.get(wanted.feed.name)
+    layout = "" if feed is None else feed.layout
+    budget = wanted.feed.rules_at(wanted.step, wanted.rows.lsn).budget_at(wanted.step)
+    dynamic = DynamicCp.of(layout or "zigzag")
+    if dynamic is not None and dynamic.rank_tokens * dynamic.largest_group(options.dp * options.cp) < budget:
+        raise UserError(
+            f"Feed {wanted.feed.name!r} has `cp: dynamic`, and a mesh of dp={options.dp} and cp={options.cp} is too "
+            f"small for its packs. Pass the mesh of the run as --dp and --cp."
+        )
+    return layout
+
+
 # The result
 
 
-def _compared(wanted: Wanted, ranks: list[Step]) -> Tree:
+def _compared(wanted: Wanted, ranks: list[Step], layout: str) -> Tree:
     """Compare the step that the ``ranks`` got with its record; return both and its packs, as a tree for JSON."""
     rows, answers = wanted.rows, {(step.digest, step.chain) for step in ranks}
     recorded = (rows.digest.hex(), rows.chain.hex())
@@ -120,11 +137,16 @@ def _compared(wanted: Wanted, ranks: list[Step]) -> Tree:
         "recorded": {"digest": recorded[0], "chain": recorded[1]},
         "num_loss_tokens": sum(pack.num_loss_tokens for pack in packs.values()),
         "num_samples": ranks[0].num_samples,
+        "dealt_by": why.groups_of(layout),
         "num_tokens": rows.num_tokens,
         "packs": [
             {
                 "pack": number,
-                "dp_rank": pack.dp_rank,
+                **(
+                    {"dp_rank": pack.dp_rank}
+                    if pack.cp_ranks is None
+                    else {"first_rank": pack.cp_ranks[0], "num_ranks": pack.cp_ranks[1]}
+                ),
                 "micro_batch": pack.micro_batch,
                 "num_samples": pack.num_samples,
                 "num_tokens": int(np.diff(pack.cu_seqlens)[: pack.num_samples].sum()),

@@ -67,8 +67,8 @@ def why_step(
         "budget": rules.budget,
         "stage": _stage(history, rows, formed),
         "padded": rules.padded,
-        "dealt_by": _groups_of(dealt_by),
-        "dealt_later_by": [_groups_of(layout) for layout in dealt_later],
+        "dealt_by": groups_of(dealt_by),
+        "dealt_later_by": [groups_of(layout) for layout in dealt_later],
         "skipped": history.is_skipped(step),
         "skip_notes": history.skip_notes(step),
         "last": end is not None and step == end.num_steps - 1,
@@ -105,7 +105,7 @@ def _mesh(dp_size: int | None, pp_size: int, cp_size: int | None, dealt_by: str)
     return Mesh(dp=dp_size, pp=pp_size, cp=cp_size or 1)
 
 
-def _groups_of(layout: str) -> Tree | None:
+def groups_of(layout: str) -> Tree | None:
     """Return the settings of dynamic context parallelism as a tree; None without it."""
     dynamic = DynamicCp.of(layout or "static")
     return None if dynamic is None else msgspec.structs.asdict(dynamic)

@@ -11,7 +11,7 @@ from streampack.core.model.samples import ROW
 from streampack.errors import UserError
 from streampack.sources import OpenedSource
 from streampack_services.audit.origins import NO_SOURCES, origin_of, samples_of
-from streampack_services.audit.why import Reported, Tree, partly, raise_if_damaged, sample_tree
+from streampack_services.audit.why import Reported, Tree, groups_of, partly, raise_if_damaged, sample_tree
 from streampack_services.ledger.ledger import Completion, Gap, Ledger, Placement
 from streampack_services.ledger.run_history import LATEST, NEVER, FeedHistory
 
@@ -155,6 +155,7 @@ def _place(feed: FeedHistory, place: Placement, reported: Reported) -> Tree:
         "counts": feed.effective(step.step) == step.lineage,
         "skipped": feed.is_skipped(step.step),
         "pack": place.pack,
+        "dealt_by": groups_of(feed.dealt_at(step.lsn)[0]),
         **{key: value for key, value in sample.items() if key not in ("stream", "index")},
         "partly_reported": partly(reported),
         "digest": step.digest.hex(),

@@ -42,7 +42,7 @@ from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.forecast.run_order import RunOrder, latest_rows
 from streampack_services.forecast.sharing import Sharing, sharing_of
 from streampack_services.ledger.formed_by import FormingRules
-from streampack_services.ledger.run_history import NEVER, FeedHistory
+from streampack_services.ledger.run_history import LATEST, NEVER, FeedHistory
 from streampack_services.ledger.run_hours import FeedHours, read_hours
 from streampack_services.ledger.state_dir import read_ledger, state_folder
 from streampack_services.ledger.step_rows import StepRows
@@ -76,6 +76,7 @@ class Served:
     ``media``: what ``broker.status.MediaStatus`` has, of these packs; None for a run without media.
     ``media_sizes``: sizes of the samples' media, int64 [n, 4] (see ``media_sizes``); None if they are not known.
     ``hours``: hours that ranks trained and waited; None if they are not recorded.
+    ``has_groups``: the feed has ``cp: dynamic``.
     ``order``: order of the samples, by parts of the steps: see ``run_order``.
     ``stages``: steps and packs by stage; empty if the rules did not change, or if it is not known.
     """
@@ -100,6 +101,7 @@ class Served:
     media: dict[str, Any] | None = None
     media_sizes: I64 | None = None
     hours: FeedHours | None = None
+    has_groups: bool = False
     order: list[dict[str, Any]] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -181,7 +183,8 @@ def from_ledger(state_dir: Path, feed: str | None, *, waiting: bool = False) -> 
         samples + (0 if waits is None else waits.num_samples), packs, empty, tokens, slots, bounds, len(numbers),
         history.end is not None, note, shared_tokens=shared_tokens, sharing=sharing_of(state_dir, rules),
         media=media.counts() if rules.has_extra_bytes else None, media_sizes=sizes_of_media,
-        hours=read_hours(state_dir).get(history.name), order=order.rows(), stages=list(by_stage.values()),
+        hours=read_hours(state_dir).get(history.name), has_groups=bool(history.dealt_at(LATEST)[0]),
+        order=order.rows(), stages=list(by_stage.values()),
     )  # fmt: skip
 
 
@@ -318,6 +321,7 @@ def from_status(status: BrokerStatus, feed: str | None, *, waiting: bool = False
         totals.steps, served.state == "ended", note, served.tokens_per_s,
         served.ranks.attached, _mesh_of(served), shared_tokens=totals.shared_tokens,
         media=None if served.media is None else msgspec.to_builtins(served.media), hours=hours_of(status)[name],
+        has_groups=served.groups is not None,
         order=latest_rows(served, [stream for stream in status.streams if stream.feed == name]),
     )  # fmt: skip
 

@@ -174,11 +174,7 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanOptions:
     name = next(iter(broker.feeds)) if feed is None else feed
     if name not in broker.feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
-    if broker.feeds[name].cp == "dynamic":
-        raise UserError(
-            f"got feed {name!r} with `cp: dynamic`, expected static context parallelism, because plans deal packs to "
-            f"fixed groups. Call streampack.plan_step(lengths, ..., mode='dynamic_cp') for groups that change"
-        )
+    _refuse_groups(broker.feeds[name].cp == "dynamic")
     rules, settings = rules_of_sizes(broker.plan(name)), broker.rules_of(name)
     joint = Balance("joint", group=settings.balance.group, patience=rules.balance.patience)
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
@@ -188,11 +184,23 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanOptions:
     )  # fmt: skip
 
 
+def _refuse_groups(has_groups: bool) -> None:
+    """Raise UserError for a feed with groups of ranks."""
+    if has_groups:
+        raise UserError(
+            "got a feed with `cp: dynamic`, expected static context parallelism, because plans deal packs to fixed "
+            "groups. Call streampack.plan_step(lengths, ..., mode='dynamic_cp'), or plan a file of lengths with "
+            "`streampack plan lengths.npy --mesh dp=D,cp=C`, which shows what static context parallelism would give"
+        )
+
+
 def base_of_run(run: Served, *, other_mesh: bool) -> PlanOptions:
     """Return the base settings of a run's rules.
 
-    With ``other_mesh``, leave out the run's alignment, joint balance and mesh.
+    With ``other_mesh``, leave out the run's alignment, joint balance and mesh. Raises UserError for a feed with groups
+    of ranks.
     """
+    _refuse_groups(run.has_groups)
     rules = rules_of_sizes(run.rules)
     marked = rules.batch is not None and rules.batch.samples is None
     options = PlanOptions(

@@ -53,13 +53,18 @@ def tokens_of(sample: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The stream of producer.yaml."""
     rows = [
         {"tokens": tokens_of(i), "weight": [t / 2 for t in tokens_of(i)], "whole": tokens_of(i)}
         for i in range(len(LENGTHS))
     ]
-    file = write_jsonl(tmp_path_factory.mktemp("data") / "web.jsonl", rows)
-    return open_source(convert({"source": "jsonl", "shards": str(file)}, SourceSettings))
+    return {"source": "jsonl", "shards": str(write_jsonl(tmp_path_factory.mktemp("data") / "web.jsonl", rows))}
+
+
+@pytest.fixture(scope="module")
+def source(data: dict[str, str]) -> Source:
+    return open_source(convert(data, SourceSettings))
 
 
 def read_ranks(broker: Any, source: Source, dp: int, cp: int, **options: Any) -> list[list[Step[Pack]]]:
@@ -250,6 +255,31 @@ def test_why_names_the_ranks_that_shared_each_sample(dynamic: list[list[Step[Pac
     text = in_process("why", "--state-dir", state, "--step", "0", *mesh).stdout
     assert "groups of up to 8 ranks of 64 tokens, exchange 0.05 and 0.2" in text
     assert re.search(r"\n +\d+ +0-7 +\d+", text), text
+
+
+def test_why_says_that_the_pack_of_a_sample_is_that_of_form(dynamic: list[list[Step[Pack]]], state: Path) -> None:
+    text = in_process("why", "--state-dir", state, "--sample", "web:5").stdout
+    assert "pack: number of FORM's pack. Groups of ranks shared the sample: streampack why --step" in " ".join(
+        text.split()
+    )
+
+
+def test_a_replay_has_the_packs_of_groups_and_needs_the_mesh(
+    dynamic: list[list[Step[Pack]]], state: Path, data: dict[str, str], tmp_path: Path
+) -> None:
+    config = write(tmp_path / "broker.yaml", settings(DYNAMIC, state, dp=2, cp=4))
+    producer = write(tmp_path / "producer.yaml", {"broker": "tcp://127.0.0.1:1", "streams": {"web": data}})
+    words = ("replay", "--step", "1", "-c", config, "-p", producer, "--json")
+    assert "Pass the mesh of the run as --dp and --cp." in the_error(in_process(*words), 2)
+    report = json.loads(in_process(*words, "--dp", "2", "--cp", "4").stdout)
+    assert report["equal"]
+    assert report["dealt_by"]["max_group"] == 8
+    served = {(pack.micro_batch, *(pack.cp_ranks or ())) for rank in dynamic for pack in tuple(rank[1])}
+    assert {(pack["micro_batch"], pack["first_rank"], pack["num_ranks"]) for pack in report["packs"]} == served
+
+
+def test_a_plan_for_a_run_with_groups_is_refused(dynamic: list[list[Step[Pack]]], state: Path) -> None:
+    assert "got a feed with `cp: dynamic`, expected static" in the_error(in_process("plan", state), 2)
 
 
 def test_why_refuses_to_guess_a_mesh(dynamic: list[list[Step[Pack]]], state: Path) -> None:
