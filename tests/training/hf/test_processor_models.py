@@ -13,6 +13,7 @@ import torch
 import yaml
 from PIL import Image
 from streampack_services.daemons.producer import open_sources
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import streampack
@@ -22,8 +23,9 @@ from streampack.errors import UserError
 from tests.docs.pages import ROOT
 from tests.integration.running import producing_here, running_broker
 from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, oracle_of
-from tests.tokenizers.processors.random_chats import chat_for, processed
+from tests.tokenizers.processors.random_chats import chat_for, processed, random_chat
 from tests.training.hf.processor_models import model_for
+from tests.training.proofs.processes import on_ranks
 
 CHATS = 7
 PAGE = (ROOT / "docs/how-to/vision.md").read_text()
@@ -187,8 +189,40 @@ def test_the_two_files_and_the_loop_of_the_page_train_on_llava_rows(
     assert all(value.isfinite().all() for value in names["model"].parameters())
     Path("chats.jsonl").write_text(json.dumps({"messages": rows[1]["conversations"], "images": "data/images/1.jpg"}))
     exec(compile(f"import streampack\n{local}", "vision.md", "exec"), names)
-    names["batch"], before = {"pixel_values": None}, names["loss"].detach().clone()
-    names["loss"] = before
-    exec(compile(dummy.replace('device="cuda"', 'device="cpu"'), "vision.md", "exec"), names)
-    assert names["loss"] == before
-    names["loss"].backward()
+    question: Any = rows[0]["conversations"]
+    text, before = one_batch(Path("model"), [[{**turn, "value": "a"} for turn in question]]), []
+    for _ in range(2):
+        names["batch"] = text
+        before.append(names["model"](**text).loss)
+        exec(compile(dummy.replace('device="cuda"', 'device="cpu"'), "vision.md", "exec"), names)
+    assert before[0] == before[1]
+    before[1].backward()
+    assert all(value.grad is not None for value in names["model"].model.visual.patch_embed.parameters())
+
+
+def sharded(rank: int, folder: Path, batches: list[Any]) -> tuple[Any, Any]:
+    """The gradients of a model that two ranks share, one of them without images; and those of one process."""
+    model, whole = (model_for("qwen2_vl", folder, "sdpa").float() for _ in range(2))
+    for block in (*model.model.visual.blocks, *model.model.language_model.layers, model.model.visual, model):
+        fully_shard(block)
+    names: dict[str, Any] = {"torch": torch, "model": model, "batch": batches[rank]}
+    exec(compile(of_page("python")[2].replace('device="cuda"', 'device="cpu"'), "vision.md", "exec"), names)
+    for _ in range(2):
+        model(**batches[rank]).loss.backward()
+        for batch in batches:
+            (whole(**batch).loss / 2).backward()
+    gradients = [value.grad.full_tensor() for value in model.parameters()]
+    return gradients, [value.grad for value in whole.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_a_rank_without_images_goes_on_under_fsdp_with_the_image_of_the_page(tmp_path: Path) -> None:
+    folder = folder_of("qwen2_vl", tmp_path / "qwen2_vl")
+    text = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a fox"}]
+    images = random_chat(tmp_path, 0)[0]
+    batches = [dict(one_batch(folder, [chat])) for chat in (images, text)]
+    assert batches[0]["pixel_values"] is not None
+    assert batches[1]["pixel_values"] is None
+    for gradients, whole in on_ranks(2, sharded, folder, batches):
+        for got, expected in zip(gradients, whole, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
