@@ -40,6 +40,32 @@ def test_loops_of_torch_go_on_where_they_were_killed(tmp_path: Path) -> None:
         assert line["loss"] == pytest.approx(whole[line["step"]]["loss"], rel=1e-9)
 
 
+def test_a_loop_with_accelerate_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that are killed, the same two, and one rank after them have the losses and gradients of one."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # as accelerate launch --cpu
+    name, ranks = "accelerate_loop", tmp_path / "ranks"
+    with serving() as broker:
+        whole, cut, rest, one = run(
+            broker,
+            Run(name, tmp_path / "whole"),
+            Run(name, ranks, dies_at=6, ranks=2),
+            Run(name, ranks, ranks=2, steps=8),
+            Run(name, ranks, ranks=1),
+        )
+    assert [[line["step"] for line in lines] for lines in (cut, rest, one)] == [[*range(7)], [*range(4, 8)], [8, 9]]
+    for line in cut + rest + one:
+        expected = whole[line["step"]]
+        assert line["digest"] == expected["digest"]
+        for figure in ("loss", "grad_norm"):
+            assert line[figure] == pytest.approx(expected[figure], rel=1e-5)
+
+
+def test_the_loop_of_the_page_about_accelerate_is_the_example() -> None:
+    (block,) = [each for each in BLOCKS if each.page == "docs/how-to/accelerate.md" and each.reason == HERE]
+    code = (EXAMPLES / "accelerate_loop.py").read_text()
+    assert block.code.removeprefix("# train.py\n") == code[code.index("import json") :]
+
+
 def test_groups_of_ranks_that_change_have_the_losses_of_one_rank(tmp_path: Path) -> None:
     rules, lines = {"shape": "exact"}, []
     for ranks in (4, 1):
