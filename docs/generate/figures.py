@@ -41,6 +41,7 @@ def all_figures() -> dict[str, str]:
     return {
         "dataflow": dataflow(), "packs": packs(), "packers": packers(),
         "order_shares": order_shares(), "order_lengths": order_lengths(), "dynamic_cp": dynamic_cp(),
+        "learning": learning(),
     }  # fmt: skip
 
 
@@ -230,7 +231,7 @@ def _documents(stream: int, count: int, mean: float, spread: float) -> NDArray[n
 
 def _chart(
     left: float, title: str, lines: Sequence[tuple[Sequence[float], str]], most: float,
-    ticks: Sequence[tuple[float, str]], steps: int,
+    ticks: Sequence[tuple[float, str]], steps: int, unit: str = "step",
 ) -> list[str]:  # fmt: skip
     """Draw lines of values over ``steps`` steps in a field of 300 x 180, with marks at heights on the left."""
     top, width, height = 44, 300, 180
@@ -249,7 +250,7 @@ def _chart(
         parts.append(f'<polyline points="{points}" fill="none" style="stroke:var(--{color})" stroke-width="1.8"/>')
     for k in (0, steps // 2, steps):
         parts.append(_text(left + width * k / steps, top + height + 18, str(k), 11, color="quiet"))
-    return [*parts, _text(left + width / 2, top + height + 36, "step", 11, color="quiet")]
+    return [*parts, _text(left + width / 2, top + height + 36, unit, 11, color="quiet")]
 
 
 def order_shares() -> str:
@@ -278,6 +279,28 @@ def order_lengths() -> str:
         means = [float(lengths[step].mean()) for step in order.steps_of(lengths, way)]
         parts += _chart(left, title, [(means, "accent")], order.BUDGET, ticks, len(means))
     return _svg(760, 270, "Mean length of the samples of each step, before and now", *parts)
+
+
+def learning() -> str:
+    """Draw the loss of held-out samples over training, padded and packed, from the table of the benchmark's results."""
+    results = (ROOT / "benchmarks/results/2026-11/training.md").read_text()
+    table = results.partition("| samples trained |")[2].partition("\n\n")[0]
+    rows = [[float(cell.replace(",", "")) for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+    trained, padded, packed, full, unbounded = map(list, zip(*rows, strict=True))
+    ticks = [(float(loss), str(loss)) for loss in range(4)]
+    last, unit = int(trained[-1]), "samples trained"
+    parts = _chart(50, "The same 16 samples in each update", [(packed, "accent")], 4, ticks, last, unit)
+    for samples, loss in zip(trained, padded, strict=True):
+        x, y = 50 + 300 * samples / last, 44 + 180 * (1 - loss / 4)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="none" style="stroke:var(--warm)"/>')
+    lines = [(full, "accent"), (unbounded, "warm")]
+    parts += _chart(420, "Full packs, with boundaries and without", lines, 4, ticks, last, unit)
+    for x, words, color in (
+        (50, "packed", "accent"), (150, "padded", "warm"),
+        (420, "full packs", "accent"), (530, "no boundaries", "warm"),
+    ):  # fmt: skip
+        parts += [_bar(x, 282, 14, 14, color), _text(x + 20, 294, words, 13, anchor="start")]
+    return _svg(760, 308, "Loss of held-out samples over training, padded and packed", *parts)
 
 
 RANKS = 16
