@@ -64,3 +64,13 @@ BLOCKS = [
     if path == ROOT / "README.md" or ROOT / "docs" in path.parents
     for block in blocks_of(path, text)
 ]
+
+
+def written(page: str, folder: Path) -> list[str]:
+    """Write the files that a page shows into ``folder``; return their names in the page's order."""
+    files = {
+        block.code.split()[1]: block.code for block in BLOCKS if block.page == page and block.code.startswith("# ")
+    }
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    return list(files)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
@@ -23,7 +25,7 @@ from torch.nn.functional import cross_entropy
 import streampack
 from streampack.views.view import View
 from tests.docs.leaks import exchanged, watched
-from tests.docs.pages import BLOCKS, ROOT, Block
+from tests.docs.pages import BLOCKS, ROOT, Block, written
 from tests.docs.pasted import Tiny, tiny_llama
 from tests.integration.forked import Command
 from tests.integration.frameworks.example_runs import serving
@@ -109,6 +111,23 @@ def of_log_probs(text: str, broker: RunningBroker, attention: str | None, path: 
     run(text, broker.trainers, **given, **optimizer_of(actor))
 
 
+def of_page(text: str, broker: RunningBroker, attention: str | None, path: Path) -> None:
+    """Run the files of the block's page in their order, from an empty folder; trainers make few updates."""
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path)
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", path / "cache")
+        for name in written(FILES_OF[text], path):
+            if name.endswith(".py"):
+                code = (path / name).read_text()
+                for before, after in (("num_workers=2", "num_workers=0"), ("max_steps=20", "max_steps=2")):
+                    code = code.replace(before, after)
+                (path / name).write_text(code)
+                runpy.run_path(str(path / name))
+        sys.modules.pop("data", None)
+
+
 def of_evaluation(text: str, broker: RunningBroker, attention: str | None, path: Path) -> None:
     model = Tiny()
 
@@ -153,6 +172,11 @@ def of_shared_prompts(text: str, broker: RunningBroker, attention: str | None, p
 
 Runner = Callable[[str, RunningBroker, str | None, Path], None]
 ALL = ("sdpa", "eager", "flex_attention")
+FILES_OF = {
+    "streampack.local(Counting(), ": "docs/migrate/from-dataloader.md",
+    'PackedSFTTrainer("model", ': "docs/migrate/from-trl-packing.md",
+}
+"""Pages whose files run one after another, by a text of the block that trains on packs."""
 TABLE: dict[str, tuple[Runner, tuple[str | None, ...]]] = {
     "logits = model(batch.input_ids, batch.position_ids, batch.cu_seqlens_padded)": (by_boundaries, (None,)),
     "streampack.local(texts": (as_pasted, (None,)),
@@ -164,17 +188,21 @@ TABLE: dict[str, tuple[Runner, tuple[str | None, ...]]] = {
     "logprobs(actor, batch)": (of_log_probs, (None,)),
     "evaluate(batch) for batch in valid": (of_evaluation, (None,)),
     "block_mask=batch.block_mask)\n        logprobs": (of_shared_prompts, ("flex_attention",)),
+    **dict.fromkeys(FILES_OF, (of_page, (None,))),
 }
 """A text of each block, what runs it, and the attention of its model; None is the block's own."""
 ALONE = (
     "attend(q, k, v, block_mask=batch.block_mask)", "streampack.varlen_attention(*qkv(batch), batch)",
     "worker.train(batch, loss_fn", "TextTrainer(parse_args", "strategy.train_step(",
     "media = streampack.Media(processor=folder)", 'tokenizer={"processor": folder}', "groups = streampack.cp_groups()",
-    "HybridSchedule(config)", 'connect(order="dp", device=device)',
+    "HybridSchedule(config)", 'connect(order="dp", device=device)', "accelerator.register_for_checkpointing(loader)",
 )  # fmt: skip
 """Texts of blocks with tests of their own: they call functions, or losses are compared with those of the framework."""
-NO_PACKS = ("trl_grpo.install(trainer)",)
-"""Texts of blocks whose models get no packs of a loader; TRL's loss on them is in ``test_frameworks_grpo``."""
+NO_PACKS = ("trl_grpo.install(trainer)", "collate_fn=padded", 'SFTTrainer("model", args, train_dataset=')
+"""Texts of blocks whose models get no packs of a loader; TRL's loss on them is in ``test_frameworks_grpo``.
+
+The blocks of other loaders run with their page.
+"""
 
 
 @pytest.mark.filterwarnings("ignore")  # of flex attention without a compiler
@@ -292,6 +320,7 @@ SCRIPTS: dict[str, tuple[str | None, ...]] = {
     "plain_torch": (None,), "stateful_dataloader": (None,), "torch_distributed": (None,), "sft": (None,),
     "hf_trainer": ("sdpa", "eager"), "trl_sft": ("sdpa", "eager"), "lightning_module": (None,),
     "megatron_external": (None,), "torchtitan_trainer": (None,), "vlm": ("sdpa", "eager"),
+    "accelerate_loop": (None,),
     "dpo": (None,), "grpo": (None,), "grpo_tree": (None,), "rl_loop": (None,), "dynamic_cp": (None,),
 }  # fmt: skip
 """Examples, and the attention of their models; None is the example's own."""
