@@ -94,13 +94,15 @@ class Gathered:
     warnings: dict[str, int] = field(default_factory=dict)
     warned: dict[str, str] = field(default_factory=dict)
     records: list[tuple[int, RawSample | Records]] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
+    began: float = 0.0
 
     def add(self, record: RawSample | Records, sample: Values, reason: str | None, warnings: tuple[str, ...]) -> None:
         """Add a record that the policies turned into ``sample``, or several records that they left unchanged.
 
         ``reason``: why the policies rejected the record, or None. ``warnings``: words about each of its samples.
         """
+        if not self.records:
+            self.began = time.monotonic()
         length = len(sample[TOKENS])
         self.parts.append(sample)
         self.tokens += length

@@ -32,6 +32,9 @@ from streampack.sources.records import DAMAGED, RawSample
 NO_POSITIONS = f"{POSITION_IDS}: missing"
 """Reason of a sample with media that lacks positions of three axes, which only the model can compute."""
 
+SHORT_S = 0.05
+"""Least seconds after which a batch ends: a process that others interrupt reads some samples in this time."""
+
 
 class LeaseLimits:
     """The limits of one lease, applied to single samples and to batches of samples."""
@@ -217,7 +220,7 @@ class LeaseLimits:
     def full(self, gathered: Gathered, sample: Values, chunk_s: float, share: float) -> bool:
         """Return True if ``sample`` does not fit the batch, or gathering has taken more than ``chunk_s`` seconds.
 
-        The batch has a ``share`` of these seconds and of the lease's limits.
+        The batch has a ``share`` of these seconds, but at least ``SHORT_S``, and of the lease's limits.
         """
         tokens, count = gathered.tokens + len(sample[TOKENS]), len(gathered.lengths)
         if self._lease.has_extra_bytes:
@@ -225,7 +228,7 @@ class LeaseLimits:
             if tokens * self._token_bytes + extra > self._lease.max_chunk_bytes:
                 return True
         taken_s = time.monotonic() - gathered.began
-        return tokens > self.room * share or count >= self.most * share or taken_s > chunk_s * share
+        return tokens > self.room * share or count >= self.most * share or taken_s > max(chunk_s * share, SHORT_S)
 
     def update_room(self, room: Room, gathered: Gathered, share: float) -> None:
         """Set ``room`` to the samples and tokens that a batch of this ``share`` of the limits can still take.

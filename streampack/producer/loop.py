@@ -22,7 +22,7 @@ from msgspec import UNSET
 from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.protocol.producer_messages import Flow, Lease, Offer, SourceSize
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave, PartitionKey, Session
-from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read, ReadFirst
 from streampack.core.stats.sample_warnings import advice
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
 from streampack.kernels import background
@@ -219,6 +219,8 @@ class ProducerLoop:
                     self._session.handle(Unsent(effect.envelope))
             elif isinstance(effect, Read):
                 self._reads.append(effect)
+            elif isinstance(effect, ReadFirst):
+                self._move_to_front(effect)
             elif isinstance(effect, Forget):
                 self._readers.pop((effect.key, effect.session), None)
                 self._sent.pop((effect.key, effect.session), None)
@@ -226,6 +228,14 @@ class ProducerLoop:
                 log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
             elif isinstance(effect, Finish):
                 self._finish = effect
+
+    def _move_to_front(self, first: ReadFirst) -> None:
+        """Let the queued read of a lease come next; nothing is queued for a lease whose chunk is being read."""
+        for read in self._reads:
+            if read.session == first.session and (read.lease.stream, read.lease.partition) == first.key:
+                self._reads.remove(read)
+                self._reads.appendleft(read)
+                return
 
     def _request_read(self, read: Read) -> None:
         """Let the reading thread read a lease's next chunk, unless the lease is no longer held."""

@@ -14,7 +14,14 @@ from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Offer
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish, Leave, PartitionKey, Session
-from streampack.core.sessions.producer_session import EndOfPartition, Forget, LeasePhase, ProducerSession, Read
+from streampack.core.sessions.producer_session import (
+    EndOfPartition,
+    Forget,
+    LeasePhase,
+    ProducerSession,
+    Read,
+    ReadFirst,
+)
 from streampack.core.sessions.pushing.amend_session import AmendSession
 from streampack.core.sessions.pushing.push_session import PushSession
 from streampack.core.sessions.relaying.relay_session import RelaySession
@@ -151,7 +158,7 @@ class ProducerProcess(Process):
             if not self._leaving and effect.code != "stopped":
                 self.world.dismissed(self)
         else:
-            assert isinstance(effect, Report), effect
+            assert isinstance(effect, Report | ReadFirst), effect
 
     def _read(self, read: Read) -> None:
         lease, key = read.lease, (read.lease.stream, read.lease.partition)

@@ -37,6 +37,8 @@ from streampack.core.stats.length_histogram import LengthCounts
 SNAPSHOT_WINDOWS = 4
 """Windows of samples in steps after which the next snapshot is taken. A restart forms these steps again. More snapshots
 would fill the log."""
+ASKED_AT_ONCE = 32
+"""Partitions whose holders are told at once that the merge waits for their samples."""
 
 
 class Planner:
@@ -71,6 +73,8 @@ class Planner:
         """Error text of a sample that is too long for its stage, with ``overlong: error``."""
         self.blocked: int | None = None
         """The feed's own number of the partition whose next sample the merge waits for."""
+        self._wanted: dict[int, int] = {}
+        """Merged samples of each partition when its holder was last told that the merge waits for it."""
         self._since_snapshot = 0
         """Samples in steps since the last recorded snapshot."""
 
@@ -108,6 +112,7 @@ class Planner:
             self._memory.hold(taken.handles)
             effects += self._change_rules()
         merge = self.merge.current
+        effects += self._ask_for_missing(merge)
         closed = merge.closed or (merge.between_passes and not self.former.too_few)
         if closed and not self.former.closed and merge.stopped:
             effects += self._stop()
@@ -115,6 +120,18 @@ class Planner:
             self.former.closed = closed
             effects += self._change_rules()
         return effects
+
+    def _ask_for_missing(self, merge: AnyMerge) -> list[Effect]:
+        """Tell the holders of the partitions that the merge lacks, if it waits for another one than before."""
+        merged, blocked = merge.merged_samples, self.blocked
+        if blocked is None or self._wanted.get(blocked) == merged[blocked]:
+            return []
+        lacking = dict.fromkeys([blocked, *merge.missing(ASKED_AT_ONCE)])
+        missing = [p for p in lacking if self._wanted.get(p) != merged[p]]
+        told = self._leases.wanted(self._feed, missing)
+        if told:
+            self._wanted |= {p: int(merged[p]) for p in missing}
+        return told
 
     def _note_overlong(self, handles: I64, lengths: I64) -> None:
         """Note that one of the samples that were merged is longer than the budget of its stage."""

@@ -103,8 +103,11 @@ class Credits:
         lease = msgspec.structs.replace(lease, first_seq=intake.next_seq, cursor=cursor)
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 
-    def flow(self, p: int, repeat: bool = False) -> list[Effect]:
-        """Send the credit of partition ``p``, if it grew by a quarter of its limit, or always with ``repeat``."""
+    def flow(self, p: int, repeat: bool = False, wanted: bool = False) -> list[Effect]:
+        """Send the credit of partition ``p``, if it grew by a quarter of its limit, or always with ``repeat``.
+
+        ``wanted``: the merge waits for the next sample of ``p``.
+        """
         intake, holder = self._partitions.intakes[p], self._producers.holder_of(p)
         if holder is None or self.drained:
             return []
@@ -130,7 +133,7 @@ class Credits:
             ended=self._needs_no_more(p), write=keys.safe_write(self._journal.safe_upto),
             keys_full=keys_full, granted=self._granted_tickets(p),
             policy_version=self._announced[stream.feed].version if stream.feed in self._announced else msgspec.UNSET,
-            policy_number=self._num_told,
+            policy_number=self._num_told, wanted=wanted,
         )  # fmt: skip
         return self.send(holder.peer, flow, intake.session)
 

@@ -54,6 +54,8 @@ from streampack.core.staging.tickets import fault
 FAREWELL = Bye(reason="the broker is stopping")
 REPEAT_S = 1.0
 """Seconds after which unchanged credit is sent again."""
+FEW_PARTITIONS = 32
+"""Partitions of a broker whose producers read a chunk of each in turn. With more, the merge says which it waits for."""
 PRODUCER_SILENT_S = 15.0
 """Seconds without a message after which a producer loses its leases."""
 
@@ -127,6 +129,18 @@ class Leases:
         for p in self.accounts.note_merged(feed, moved):
             effects += self.credits.flow(p) + self._pull(p)
         return effects
+
+    def wanted(self, feed: str, missing: list[int]) -> list[Effect]:
+        """Tell the holders of partitions that the merge waits for their next samples.
+
+        Args:
+            feed: Name of the feed.
+            missing: The feed's own numbers of the partitions, the one whose sample is next first.
+        """
+        if len(self.partitions) <= FEW_PARTITIONS:
+            return []
+        partitions = self.partitions.of_feed(feed)
+        return [e for p in reversed(missing) for e in self.credits.flow(partitions[p], repeat=True, wanted=True)]
 
     def close(self, feed: str) -> list[Effect]:
         """Take no more samples for ``feed``, which has ended."""

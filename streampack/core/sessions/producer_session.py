@@ -45,6 +45,13 @@ class Read(Effect, frozen=True):
     seq: int
 
 
+class ReadFirst(Effect, frozen=True):
+    """Read the next chunk of a lease before those of other leases, because the broker's merge waits for it."""
+
+    key: PartitionKey
+    session: Session
+
+
 class Forget(Effect, frozen=True):
     """Close the reader of a lease, which is over."""
 
@@ -191,7 +198,8 @@ class ProducerSession(Sender):
             return self._hello_if_due() if held_lease is None or held_lease.session < session else []
         held_lease.window.widen(flow)
         if not flow.ended:
-            return self._send_held(held_lease)
+            sent = self._send_held(held_lease)
+            return [ReadFirst((flow.stream, flow.partition), session)] if flow.wanted and not sent else sent
         early = not held_lease.ended  # the feed ends before the stream does
         if held_lease.phases.now is not LeasePhase.SETTLED:
             held_lease.close(LeasePhase.SETTLED)

@@ -13,7 +13,7 @@ from streampack.core.protocol.effects import Form, FromProducer
 from streampack.core.protocol.events import Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Flow, Offer, Samples
-from streampack.core.sessions.producer_session import ProducerSession, Read
+from streampack.core.sessions.producer_session import ProducerSession, Read, ReadFirst
 from tests.world.chunks import chunk_of
 from tests.world.shell import Sending, Shell, chosen
 
@@ -81,6 +81,64 @@ class Row(Shell):
         if blocked is not None and not self.forms:
             held = self.producers[self.holders[blocked]].held["s", blocked]
             assert held.chunk is None, "it holds a chunk for want of credit"
+
+
+class ManyStreams(Shell):
+    """A broker with streams of unequal weights, whose producer reads one sample at a time."""
+
+    def __init__(self, streams: int, seed: int) -> None:
+        super().__init__()
+        names = [f"s{number}" for number in range(streams)]
+        rules = Rules(
+            budget=BUDGET,
+            packs=4,
+            window=8,
+            seed=seed,
+            streams=tuple(StreamRules(name=name, weight=1 + number % 7) for number, name in enumerate(names)),
+        )
+        self.start(Broker(run=1, epoch=1, feeds=[FeedPlan("train", rules, 1 << 30)],
+                          capacity=Capacity(8 * MOST, BUDGET, 4 * MOST), steps_ahead=1 << 30))  # fmt: skip
+        self.reads, self.num_read, self.wanted, self.formed = list[Read](), 0, 0, False
+        offers = [Offer(stream=name, source_digest="d") for name in names]
+        self.producer = ProducerSession(run=0, producer="p", host="h", pid=1, offers=offers)
+        self.to_producer(Tick(0.0))
+
+    def to_producer(self, event: Event) -> None:
+        for effect in self.producer.handle(event):
+            if isinstance(effect, Send):
+                self.handle(FromProducer(b"p", effect.envelope))
+            elif isinstance(effect, Read):
+                self.reads.append(effect)
+            elif isinstance(effect, ReadFirst):
+                self.reads.sort(key=lambda read: (read.lease.stream, read.lease.partition) != effect.key)
+
+    def carry(self, effect: Sending, envelope: Envelope) -> bool:
+        self.wanted += isinstance(envelope.message, Flow) and envelope.message.wanted
+        self.to_producer(FromBroker(envelope))
+        return True
+
+    def form(self, form: Form) -> None:
+        self.formed = True
+
+    def reads_to_the_first_step(self) -> int:
+        """Read until the packer has what the first step needs."""
+        while not self.formed:
+            read = self.reads.pop(0)
+            self.num_read += 1
+            key = (read.lease.stream, read.lease.partition)
+            self.to_producer(chunk_of(key, [bytes(4 * (1 + self.num_read % 8))], (0, 0, 0), session=read.session))
+        return self.num_read
+
+
+@given(st.integers(0, 99))
+@settings(max_examples=5)
+def test_a_producer_of_many_streams_reads_the_partitions_first_that_the_merge_waits_for(seed: int) -> None:
+    many = ManyStreams(200, seed)
+    assert many.reads_to_the_first_step() < 200
+    assert many.wanted
+    few = ManyStreams(8, seed)
+    few.reads_to_the_first_step()
+    assert not few.wanted
 
 
 SIZES = st.lists(st.integers(1, MOST), max_size=40)

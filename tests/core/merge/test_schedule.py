@@ -195,6 +195,9 @@ def test_the_partition_that_is_waited_for_is_the_next_one_s(run: Run, data: st.D
         assert feed.order == oracle(run)
         return
     assert feed.merge.waiting(feed.blocked) == 0
+    missing = feed.merge.missing(99)
+    assert not any(map(feed.merge.waiting, missing))
+    assert feed.blocked not in missing[1:], "the one that is waited for comes first"
     before = len(feed.order)
     for number in range(len(feed.places)):
         if number != feed.blocked:

@@ -41,7 +41,7 @@ from streampack.core.protocol.producer_messages import (
 from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import AskSnapshot, Attached, Brought, End, ReaderPing, Wait
 from streampack.core.sessions.producer_base import PING_S, Chunk, Failed, Finish, Leave
-from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read, ReadFirst
 from streampack.errors import InternalError
 from streampack.wire import frames as wire
 from tests.core.sessions.any_messages import EVENTS, SNAPSHOTS
@@ -893,6 +893,17 @@ def test_a_lost_lease_heals() -> None:
     session.handle(from_broker(lease(), fence=1))
     assert not sent(session.handle(Tick(9.0)), Hello)
     assert sent(session.handle(from_broker(flow(64), fence=2)), Hello), "credit of a lease that it does not know"
+
+
+def test_a_partition_that_the_merge_waits_for_is_read_first_unless_its_chunk_can_be_sent() -> None:
+    session, wanted = producer(), msgspec.structs.replace(flow(64), wanted=True)
+    session.handle(from_broker(lease()))
+    assert session.handle(from_broker(wanted)) == [ReadFirst(("b", 0), (EPOCH, 1))]
+    session.handle(from_broker(lease(), 2))
+    session.handle(chunk(session=2))
+    effects = session.handle(from_broker(wanted, 2))
+    assert sent(effects, Samples)
+    assert not [effect for effect in effects if isinstance(effect, ReadFirst)]
 
 
 def test_a_lost_flow_heals() -> None:

@@ -17,7 +17,7 @@ from streampack_services.daemons.progress import Overall
 import streampack
 from streampack.config.typed_yaml import convert
 from streampack.core.protocol.message import Envelope
-from streampack.core.protocol.producer_messages import Lease, ProducerPing, Samples
+from streampack.core.protocol.producer_messages import Flow, Lease, ProducerPing, Samples
 from streampack.producer import loop as producer
 from streampack.producer.chunk import TokenChunk
 from streampack.producer.chunks import CHUNK_S, batches
@@ -29,6 +29,7 @@ from streampack.tokenizers.base import TokenizerSettings
 from streampack.wire import frames as wire
 from streampack.wire.sample_checksums import compiled
 from tests.integration.running import PATIENCE_S, running_broker, until, write_jsonl
+from tests.integration.small_broker import SmallBroker
 
 SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
@@ -202,3 +203,44 @@ def test_samples_come_whole_before_and_after_their_checksums_are_computed_by_a_k
         thread.join(PATIENCE_S)
     assert seen == [(i, [i] * 3) for i in range(2 * count)]
     assert known == [False] * producer.COMPILED_AFTER + [compiled() is not None] * producer.COMPILED_AFTER
+
+
+class Gated:
+    """Batches of one sample. The first read of all waits for ``released``."""
+
+    digest = "gated"
+
+    def batches(self, lease: Lease) -> Iterator[TokenChunk]:
+        released.wait(PATIENCE_S)
+        yield TokenChunk(np.zeros(1, np.int32), np.ones(1, np.uint32), Cursor(0, 0, 1), {})
+
+
+def test_the_partition_that_the_broker_wants_is_read_before_those_that_were_leased_earlier() -> None:
+    released.clear()
+    broker = SmallBroker(terms={"stream": "text"})
+    loop = ProducerLoop(broker.endpoint, {"text": Gated()}, timeout_s=PATIENCE_S)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        until(lambda: broker.heard_of(ProducerPing))
+        more: dict[str, Any] = {
+            "stream": "text",
+            "expected_seq": 0,
+            "grant_seq": 9,
+            "grant_bytes": 99,
+            "durable_seq": 0,
+        }
+        leases = [lease(partition=number, partitions=4) for number in (0, 2, 3)]
+        flows = [Flow(partition=number, **more, wanted=number == 3) for number in (0, 2, 3)]
+        broker.say = [*leases, *flows]
+        pings = broker.heard_of(ProducerPing)
+        until(lambda: not broker.say and broker.heard_of(ProducerPing) > pings + 1)
+        released.set()
+        until(lambda: broker.heard_of(Samples) == 4)
+    finally:
+        released.set()
+        loop.stop()
+        thread.join(PATIENCE_S)
+        broker.stop()
+    read = [message.partition for message in broker.heard if isinstance(message, Samples)]
+    assert read == [1, 3, 0, 2], "partition 1 was being read when the others were leased"
