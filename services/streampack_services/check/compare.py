@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig, ProducerStream
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field
+from streampack.core.model.rules import Rules
 from streampack.errors import ConfigError
 from streampack.producer.chunks import check_image_fields
 from streampack.producer.first_rows import MASK, ROWS_AT_START
@@ -41,13 +42,13 @@ def compare(files: RunFiles) -> list[str]:
 
     Raises ConfigError if the broker would reject a stream, a field or all samples of a producer.
     """
-    fields = plan(files.broker).rules.fields
+    rules = plan(files.broker).rules
     warnings = []
     for path, producer in files.producers:
         for name, stream in producer.streams.items():
             _check_stream(files, path, name)
-            _check_fields(files.path, fields, f"{path}: streams.{name}", stream)
-            if fault := _check_samples(files, fields, f"{path}: streams.{name}", stream, producer):
+            _check_fields(files.path, rules.fields, f"{path}: streams.{name}", stream)
+            if fault := _check_samples(files, rules, f"{path}: streams.{name}", stream, producer):
                 if files.broker.streams[name].recorded(name, files.broker.rules).poison == "error":
                     raise ConfigError(fault)
                 warnings.append(f"{fault}. Until then such samples are dropped, as `poison` says")
@@ -91,15 +92,13 @@ def _check_fields(broker: Path, fields: Iterable[Field], where: str, stream: Pro
             )
 
 
-def _check_samples(
-    files: RunFiles, fields: tuple[Field, ...], where: str, stream: ProducerStream, producer: ProducerConfig
-) -> str:
+def _check_samples(files: RunFiles, rules: Rules, where: str, stream: ProducerStream, producer: ProducerConfig) -> str:
     """Return the fault of the first rows if all of them lack a field that must be there; empty if there is none.
 
     Raises ConfigError if they bring a mask that is not declared.
     """
-    tokenizer = open_tokenizer(stream.tokenizer or producer.tokenizer)
-    check_image_fields(where, image_fields_of(stream, tokenizer), (*fields, *plan(files.broker).rules.media_fields))
+    fields, tokenizer = rules.fields, open_tokenizer(stream.tokenizer or producer.tokenizer)
+    check_image_fields(where, image_fields_of(stream, tokenizer), (*fields, *rules.media_fields))
     if stream.source == "python":  # its first rows may take long
         return ""
     names = {field.name for field in fields}
