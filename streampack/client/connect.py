@@ -7,6 +7,7 @@ client without references, as after ``for pack in connect(...): break``, therefo
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,9 @@ from streampack.views.formats import TorchFormat, Views
 from streampack.views.view import View
 
 log = logging.getLogger("streampack.client")
+
+MODEL_CONFIG, PEAK_TFLOPS = "STREAMPACK_MODEL_CONFIG", "STREAMPACK_PEAK_TFLOPS"
+"""Environment variables for useful FLOPs."""
 
 
 class ConnectOptions(TypedDict, total=False):
@@ -123,10 +127,11 @@ def connect(
         cp_groups: The process groups of this rank by size, from ``streampack.cp_groups``, for a feed with
             ``cp: dynamic``. Then ``batch.cp_group`` is the group of the ranks that share the batch.
         model: ``model.config`` of transformers, a dict with the keys of ``config.json``, or a ``ModelFlops``, to count
-            useful FLOPs. ``stats`` then has ``useful_tflops``.
+            useful FLOPs. ``stats`` then has ``useful_tflops``. Default: the ``config.json``, or its folder, that the
+            environment variable STREAMPACK_MODEL_CONFIG names.
         peak_tflops: TFLOPs that one device can do in a second, dense, in the precision of the training; 989 for bf16
             on an H100 SXM. With it, ``stats``, the broker and ``streampack report`` show the useful MFU. Needs
-            ``model``.
+            ``model``. Default: the environment variable STREAMPACK_PEAK_TFLOPS.
         key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment
             variable STREAMPACK_KEY_FILE.
         variable_lengths: True if the pipeline's stages exchange micro-batches of any shape. Padded micro-batches on a
@@ -197,15 +202,37 @@ def connect(
 
 
 def _useful(model: Any, peak_tflops: float | None, mesh: Mesh) -> UsefulFlops | None:
-    """Return how useful FLOPs count; None without a model. Raises UserError for invalid arguments."""
+    """Return how useful FLOPs count; None without a model. Raises UserError for invalid arguments.
+
+    Adapters of frameworks do not pass a model, so the environment may name it.
+    """
+    if model is None and (path := os.environ.get(MODEL_CONFIG)):
+        model = _config_in(Path(path))
+    if peak_tflops is None and (text := os.environ.get(PEAK_TFLOPS)):
+        try:
+            peak_tflops = float(text)
+        except ValueError:
+            raise UserError(f"got {PEAK_TFLOPS}={text!r}, expected the TFLOPs of one device, such as 989") from None
     if peak_tflops is not None and (model is None or not isinstance(peak_tflops, int | float) or not peak_tflops > 0):
         raise UserError(
             f"got peak_tflops={peak_tflops!r} and {'no' if model is None else 'a'} model, expected a number above 0 "
-            "and the model whose FLOPs count. Pass model=model.config and the peak of one device, such as 989"
+            f"and the model whose FLOPs count. Pass model=model.config and the peak of one device, such as 989. Or set "
+            f"{MODEL_CONFIG} to the model's config.json, and {PEAK_TFLOPS}"
         )
     if model is None:
         return None
     return UsefulFlops(ModelFlops.of(model), mesh.cp, mesh.tp * mesh.pp, (peak_tflops or 0.0) * TERA)
+
+
+def _config_in(path: Path) -> Any:
+    """Return the contents of a ``config.json``, or of that in a folder. Raises UserError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return msgspec.json.decode(file.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(
+            f"got {MODEL_CONFIG}={path}, expected the config.json of a model or its folder ({error}). Correct the path"
+        ) from None
 
 
 def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:

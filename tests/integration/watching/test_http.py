@@ -130,6 +130,41 @@ def test_a_peak_without_a_model_and_a_peak_of_nothing_are_refused(more: dict[str
         sp.connect("tcp://127.0.0.1:1", **more)
 
 
+@pytest.mark.parametrize("of", ["arguments", "environment"])
+def test_a_loader_counts_the_flops_of_the_model_that_its_arguments_or_the_environment_name(
+    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 512,
+    }  # fmt: skip
+    write(tmp_path / "config.json", config)
+    more: dict[str, Any] = {"model": config, "peak_tflops": PEAK} if of == "arguments" else {}
+    if of == "environment":
+        monkeypatch.setenv("STREAMPACK_MODEL_CONFIG", str(tmp_path))
+        monkeypatch.setenv("STREAMPACK_PEAK_TFLOPS", str(PEAK))
+    with sp.local([{"tokens": list(range(60))}] * 8, budget=64, format="numpy", **more) as loader:
+        assert len(list(loader.steps())) == 8
+        stats = loader.stats()
+    assert 0 < stats["mfu"] == pytest.approx(stats["useful_tflops"] / PEAK)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("STREAMPACK_PEAK_TFLOPS", "989 TFLOPs", "expected the TFLOPs of one device"),
+        ("STREAMPACK_PEAK_TFLOPS", "989", "Or set STREAMPACK_MODEL_CONFIG"),
+        ("STREAMPACK_MODEL_CONFIG", "/nowhere", "expected the config.json of a model or its folder"),
+    ],
+)
+def test_variables_that_name_no_model_or_no_number_are_refused(
+    name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(sp.errors.UserError, match=text):
+        sp.connect("tcp://127.0.0.1:1", format="numpy")
+
+
 def test_the_figures_are_those_of_the_packs_that_a_reader_got(served: RunningBroker) -> None:
     found = values(served)
     packs = found["packs_total", FEED]
