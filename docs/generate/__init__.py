@@ -12,5 +12,6 @@
 - ``row_keys``: the table of the keys of rows that streampack knows.
 - ``dashboard``: the Grafana dashboard in ``deploy/``, from the declared figures. It is not a part of the site.
 - ``notebooks``: the page of the quickstart, from its notebook.
+- ``search_words``: the order of search results, and words that users type for a page.
 - ``repository``: links from pages to files of the repository outside ``docs/``.
 """

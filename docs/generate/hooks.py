@@ -22,6 +22,7 @@ from docs.generate import (
     repository,
     row_keys,
     sample_warnings,
+    search_words,
 )
 
 GENERATED: dict[str, Callable[[], str]] = {
@@ -53,7 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Fill in what is generated, then point links into the repository to their copies on the site."""
+    """Fill in what is generated, order the search, and point links into the repository to their copies on the site."""
+    search_words.ordered(page.meta, page.file.src_uri)
     return repository.relinked(filled(markdown), page.file.src_uri)
 
 

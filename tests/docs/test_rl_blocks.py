@@ -74,7 +74,11 @@ def test_each_side_of_the_rl_loop_does_what_its_page_says(broker: RunningBroker)
         assert results[0][2].tolist() == rewards
 
         def later(version: int) -> None:
-            threading.Timer(0.2, lambda: (loader.publish(version + 1), found.set())).start()
+            def publish() -> None:
+                loader.publish(version + 1)
+                found.set()
+
+            threading.Timer(0.2, publish).start()
 
         assert ran("loader.publish(", page, names | {"save_weights": later})["version"] == 2
         assert found.wait(PATIENCE_S)

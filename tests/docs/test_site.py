@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import subprocess
@@ -9,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import yaml
 
 import streampack
-from docs.generate import api_index, cli, configuration
+from docs.generate import api_index, cli, configuration, search_words
 from streampack import errors
 from tests.docs.pages import ROOT
 from tests.integration.watching.chromium import Browser
@@ -22,6 +26,29 @@ from tests.integration.watching.chromium import Browser
 PUBLIC = [f"streampack.{name}" for name in streampack.__all__]
 PUBLIC += [name for page in api_index.PAGES for name in api_index.documented(page) if name != "streampack.local.local"]
 PUBLIC += [f"streampack.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)]
+FOUND = {
+    "oom": "concepts/memory", "out of memory": "concepts/memory", "migrate": "how-to/frameworks",
+    "limits": "concepts/exactly-once", "slurm": "how-to/deploy", "resume": "get-started/resume",
+    "sequence parallel": "how-to/dynamic-cp", "loss mask": "reference/rows", "webdataset": "how-to/pretraining-mixture",
+    "packing": "concepts/packing", "kubernetes": "how-to/run-on-kubernetes",
+    "nccl timeout": "how-to/resume-and-elastic", "loss spike": "how-to/loss-rose", "trl": "how-to/sft-hf-trl",
+    "accelerate": "how-to/frameworks", "memory": "concepts/memory",
+}  # fmt: skip
+"""Words that users type, and the page that must be among the first three results."""
+SEARCH = """(async () => {
+  const {search} = JSON.parse(document.getElementById("__config").textContent);
+  const worker = new Worker(new URL(search, location)), answers = {};
+  let next;
+  worker.addEventListener("message", (event) => next(event.data));
+  const ask = (type, data) => new Promise((answer) => { next = answer; worker.postMessage({type, data}); });
+  await ask(0, {...__index, options: {suggest: false}});
+  for (const query of QUERIES) {
+    const pages = (await ask(2, query)).data.items.map((group) => group[0].location.split("#")[0].split(".html")[0]);
+    answers[query] = [...new Set(pages)];
+  }
+  return answers;
+})()"""
+"""Ask the search of the site, in its own worker, and return the pages found in their order."""
 LOADED = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "srcset")}
 
 
@@ -104,6 +131,66 @@ def test_a_browser_shows_pages_and_finds_words_without_a_network(site: Path, bro
         assert {urlsplit(address).scheme for address in page.requests} <= {"file", "data", "blob", "about"}
     finally:
         page.close()
+
+
+@pytest.fixture(scope="module")
+def found(site: Path, browser: Browser) -> dict[str, list[str]]:
+    page = browser.page((site / "index.html").as_uri())
+    try:
+        page.until("typeof __index === 'object'")
+        answers: dict[str, list[str]] = page.value(SEARCH.replace("QUERIES", json.dumps([*FOUND, "utilization"])))
+        return answers
+    finally:
+        page.close()
+
+
+@pytest.mark.parametrize("query", FOUND)
+def test_a_word_of_a_user_finds_the_page_among_the_first_three(query: str, found: dict[str, list[str]]) -> None:
+    assert FOUND[query] in found[query][:3]
+
+
+def test_records_of_measurements_come_last(found: dict[str, list[str]]) -> None:
+    records = {query: [page.startswith("repository/benchmarks") for page in pages] for query, pages in found.items()}
+    assert [query for query, each in records.items() if any(each[:5])] == []
+    assert any(records["utilization"])
+
+
+def test_each_page_with_words_for_the_search_exists() -> None:
+    assert [page for page in search_words.WORDS if not (ROOT / "docs" / page).exists()] == []
+
+
+def in_nav(entry: Any) -> Iterator[str]:
+    """Yield the pages of a part of the navigation."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for each in entry.values() if isinstance(entry, dict) else entry:
+            yield from in_nav(each)
+
+
+def test_the_start_page_links_every_page_of_the_navigation() -> None:
+    config = re.sub(r"!!python/\S+ ", "", (ROOT / "mkdocs.yml").read_text())
+    pages = [page.removeprefix("repository/") for page in in_nav(yaml.safe_load(config)["nav"]) if page != "index.md"]
+    links = re.findall(r"\]\((?:\.\./)?([^)#]+)", (ROOT / "docs/index.md").read_text())
+    assert [page for page in pages if page not in links] == []
+
+
+def test_every_generated_part_says_where_it_stands_in_a_clone() -> None:
+    texts = {path: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    parts = [(path.name, part) for path, text in texts.items() for part in text.split("<!-- generated: ")[1:]]
+    assert len(parts) > 8
+    assert [(name, part[:20]) for name, part in parts if not re.match(r"\w+ -->\n\n> .*\n?.*In a clone,", part)] == []
+
+
+def test_every_name_of_a_public_module_has_a_place_in_the_reference() -> None:
+    modules = [path for folder in ("integrations", "views") for path in (ROOT / "streampack" / folder).rglob("*.py")]
+    public = set[str]()
+    for path in modules:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        declared = re.search(r"^__all__ = (\[.*?\])", path.read_text(), re.MULTILINE | re.DOTALL)
+        public |= {f"{module}.{name}" for name in ast.literal_eval(declared[1])} if declared else set()
+    again = {name for name in public if name.split(".")[-1] in streampack.__all__ or ".megatron.megatron_lm." in name}
+    assert public - again - set(PUBLIC) == set()
 
 
 def test_every_environment_variable_is_on_its_page() -> None:
