@@ -1,9 +1,6 @@
 """DPO on packs: one program pushes the preference pairs and trains on them.
 
-Run it with ``streampack run -c broker.yaml -- python dpo.py`` and this broker.yaml::
-
-    {run: dpo, merge: arrival, state_dir: state, streams: {pairs: {pushed: true, partitions: 1}}, rules: {budget: 64,
-    step: {packs: 4}}, fields: {loss_mask: {}, reference: {dtype: float64, axis: sample}}}
+Run it with ``streampack run -c dpo.yaml -- python dpo.py``.
 """
 
 import copy

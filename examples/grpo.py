@@ -1,10 +1,6 @@
 """GRPO on packs: one program pushes the rollouts and trains on them.
 
-Run it with ``streampack run -c broker.yaml -- python grpo.py`` and this broker.yaml::
-
-    {run: grpo, merge: arrival, state_dir: state, streams: {rollouts: {pushed: true, partitions: 1}}, rules:
-    {step: {end_of_batch: true}}, fields: {advantages: {dtype: float64, align: target}, logprobs: {dtype:
-    float64, align: target}}}
+Run it with ``streampack run -c grpo.yaml -- python grpo.py``.
 """
 
 import json

@@ -1,10 +1,6 @@
 """GRPO on prefix trees: a prompt goes through the model once for all of its answers.
 
-Run it with ``streampack run -c broker.yaml -- python grpo_tree.py`` and this broker.yaml::
-
-    {run: grpo-tree, merge: arrival, state_dir: state, streams: {rollouts: {pushed: true, partitions: 1}}, rules:
-    {budget: 512, step: {end_of_batch: true}, share: prefix}, fields: {loss_mask: {}, advantages: {dtype: float64,
-    align: target}, logprobs: {dtype: float64, align: target}}}
+Run it with ``streampack run -c grpo_tree.yaml -- python grpo_tree.py``.
 """
 
 import json

@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import streampack
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+folder.mkdir(parents=True, exist_ok=True)
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Embedding(257, 32), nn.Linear(32, 257)).double()

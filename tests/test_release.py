@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from streampack_services.export import FILES
 
 import streampack
@@ -74,3 +75,28 @@ def test_the_changelog_s_newest_release_is_this_version() -> None:
     headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
     released = [line for line in headings if line != "## [Unreleased]"]
     assert released[0].startswith(f"## [{streampack.__version__}]")
+
+
+def test_the_version_is_the_same_everywhere_and_the_repository_has_one_address() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == streampack.__version__
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(citation)
+    found = subprocess.run(
+        ["git", "grep", "-l", "github.com/OWNER"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(found.stdout.split()) <= {"pyproject.toml", "CONTRIBUTING.md", "tests/test_release.py"}
+
+
+def test_the_workflow_calls_what_ci_runs_and_fits_the_schema_of_its_host() -> None:
+    file = ROOT / ".github/workflows/ci.yaml"
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(file)]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = yaml.safe_load(file.read_text())["jobs"]
+    runs = {step.get("run") for job in jobs.values() for step in job["steps"]}
+    assert {".ci/run", "make docs-artifact"} <= runs
+    for form in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yaml"):
+        tree = yaml.safe_load(form.read_text())
+        assert {"name", "description", "body"} <= set(tree)
+        ids = [part["id"] for part in tree["body"]]
+        assert len(ids) == len(set(ids))

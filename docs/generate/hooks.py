@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,15 @@ GENERATED: dict[str, Callable[[], str]] = {
 """The text in place of each ``<!-- generated: NAME -->``, and of a quotation after it, which readers of a clone see."""
 _MARK = re.compile(r"<!-- generated: (\w+) -->(?:\n+>.*)*")
 ICON = repository.ROOT / "services/streampack_services/web/icon.svg"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Link the repository that pyproject.toml names, once it is no placeholder."""
+    project = tomllib.loads((repository.ROOT / "pyproject.toml").read_text())["project"]
+    if "OWNER" not in project["urls"]["Repository"]:
+        config.repo_url = project["urls"]["Repository"]
+        config.repo_name = project["name"]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -404,6 +404,34 @@ def test_packages_of_the_pages_can_be_installed() -> None:
     assert "does not provide the extra" not in done.stderr
 
 
+EXAMPLES = (ROOT / "examples/README.md").read_text()
+TABLE = dict(re.findall(r"^\| \[(\w+)\.py\].*\| `([^`]+)` \|$", EXAMPLES, re.MULTILINE))
+"""The command of each example."""
+HERE = [name for name in TABLE if name == "plain_torch" or (name != "vlm" and os.environ.get("EVERY_EXAMPLE"))]
+"""Examples that run here. Others have tests with kills; with EVERY_EXAMPLE=1, all but the one of own data run."""
+
+
+def test_each_example_has_a_command_whose_files_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = {path.stem for path in (ROOT / "examples").glob("*.py") if not path.stem.endswith("_without_gpu")}
+    assert set(TABLE) == scripts
+    monkeypatch.chdir(ROOT / "examples")
+    for name, command in TABLE.items():
+        assert re.search(rf"\b{name}\.py\b", command)
+    for file in set(re.findall(r"-c (\w+\.yaml)", " ".join(TABLE.values()))):
+        assert in_process("check", file).returncode == 0, file
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_an_example_runs_from_an_empty_folder(name: str, tmp_path: Path) -> None:
+    (made,) = re.findall(r"```bash\n(.*?)```", EXAMPLES, re.DOTALL)
+    (tmp_path / "streampack").symlink_to(ROOT)
+    (tmp_path / "empty").mkdir()
+    printed = typed(
+        f"{made.replace('../try', 'try').replace('../streampack', '../../streampack')}{TABLE[name]}", tmp_path / "empty"
+    )
+    assert len([line for line in printed.splitlines() if line.startswith("{")]) > 2, printed
+
+
 def test_every_block_of_commands_runs() -> None:
     """Here, in another file of tests, or line by line in other blocks; or its page says why it does not."""
     by_others = [each for each in BASH if each.page in ELSEWHERE]

@@ -6,7 +6,6 @@ The loop takes the samples of a step one by one, as they were before any packing
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
 import runpy
@@ -85,8 +84,7 @@ def pushed(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Running
         return numbers
 
     monkeypatch.setattr(Producer, "send_group", noted)
-    shown = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) or ""
-    config = yaml.safe_load(shown[shown.index("{run:") :])
+    config = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     with folder() as path, running_broker(config | {"state_dir": str(path / "state")}) as broker:
         yield broker, given
 
