@@ -26,6 +26,7 @@ from streampack.core.media.media_format import MAX_ITEMS, MAX_PATCHES
 from streampack.core.media.references import MAX_URI
 from streampack.core.model.bounded import MAX_STREAMS
 from streampack.core.model.fields import MAX_FIELDS, MAX_SAMPLE_BYTES, MAX_VALUE_BYTES
+from streampack.core.model.keys.planning_keys import MAX_WINDOW
 from streampack.core.model.rules import MAX_WEIGHT_RATIO
 from streampack.core.packers.exact_fill.exact_fill import MAX_BUDGET
 from streampack.core.packers.joint import joint_bounds
@@ -60,7 +61,7 @@ NUMBERS: dict[str, str | int] = {
     "budget with `packer: exact_fill`": MAX_BUDGET - 1,
     "budget with `balance: {kind: joint}`": joint_bounds.MAX_BUDGET - 1,
     "tokens of a step": MOST_TOKENS,
-    "samples of `window: auto`": f"{auto_window.LEAST} to {auto_window.MAX_WINDOW:,}",
+    "samples of `window: auto`": f"{auto_window.LEAST} to {MAX_WINDOW:,}",
     "steps that the broker forms ahead": BROKER.steps_ahead,
     "samples that a partition may be ahead of the merge": MAX_UNMERGED,
     "token ids with `tokens: uint16`": 1 << 16,

@@ -1,4 +1,4 @@
-"""The page "The loss rose at step N", typed as it stands: runs of three streams, and what commands say of a step."""
+"""The page "Debug a loss spike", typed as it stands: runs of three streams, and what commands say of a step."""
 
 from __future__ import annotations
 
