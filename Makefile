@@ -1,4 +1,4 @@
-# Each target first makes what it needs. A fresh machine needs only Python >= 3.11 and make.
+# Each target first creates what it needs. You need Linux, Python 3.11 or newer, and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,8 +6,8 @@ DEV := $(VENV)/.dev
 SERVICE := $(VENV)/.service
 KERNELS := $(VENV)/.kernels
 DOCS := $(VENV)/.docs
-# uv installs in a third of pip's time, from the index that pip is configured for. Without uv, pip installs. Modules are
-# compiled at their first import, because most modules of torch are never imported.
+# uv needs a third of pip's time, and reads the same package index. Without uv, pip installs. --no-compile leaves modules
+# to be compiled at their first import, because most modules of torch are never imported.
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 UV := $(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -17,21 +17,23 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-frameworks tools soak fuzz lint kernels collected bench docs docs-serve docs-artifact dist dist-check clean
 help:
-	@echo "make demo    the whole service on this machine, on text that is already there"
-	@echo "make test    lint, then every test"
-	@echo "make test-frameworks   the tests of make test that run frameworks from their own entry points"
-	@echo "make tools   what the tests run and pip has not: prometheus, a headless Chromium, systemd-analyze, curl, ip"
-	@echo "make soak    10 minutes (SOAK_MINUTES): thousands of simulated runs, then real processes killed, frozen and slowed,"
-	@echo "             against offline golden runs"
-	@echo "make fuzz    10 minutes (FUZZ_MINUTES): changed inputs for everything that reads what others say; then 2 minutes"
-	@echo "             (FUZZ_LIVE_MINUTES) of changed messages into a broker that runs"
-	@echo "make lint    ruff, mypy, import-linter, spelling and prose"
-	@echo "make bench   the quick benchmarks; fails where a ratio fell below benchmarks/bounds.yaml"
-	@echo "make docs    this documentation as a site, into build/site; docs-serve shows it on port 8000 while you write;"
-	@echo "             docs-artifact packs it into build/streampack-docs.tar.gz"
-	@echo "make dist    the wheel and the source distribution, in dist/; dist-check installs the wheel into an empty"
-	@echo "             environment, and runs the demo there"
-	@echo "make clean   remove what the targets made"
+	@echo "make demo      run the whole service on this machine, on text that is already there"
+	@echo "make test      lint, then run every test; ARGS=\"tests/core -k merge\" runs some of them"
+	@echo "make test-frameworks   run the tests that start other frameworks from their own entry points"
+	@echo "make tools     install programs that tests need and pip does not have: prometheus, a headless Chromium,"
+	@echo "               systemd-analyze, curl, ip"
+	@echo "make lint      run ruff, mypy, import-linter, and the checks of spelling and prose"
+	@echo "make soak      kill, freeze and slow down processes for 10 minutes (SOAK_MINUTES=2), and compare every step with"
+	@echo "               an offline run"
+	@echo "make fuzz      feed changed inputs to everything that reads foreign bytes for 10 minutes (FUZZ_MINUTES=2), then"
+	@echo "               changed messages to a running broker for 2 minutes (FUZZ_LIVE_MINUTES=60)"
+	@echo "make bench     run the quick benchmarks; fails if a ratio is below benchmarks/bounds.yaml"
+	@echo "make docs      build the documentation site into build/site"
+	@echo "make docs-serve      show the site on port 8000 while you write"
+	@echo "make docs-artifact   pack the site into build/streampack-docs.tar.gz"
+	@echo "make dist      build the wheel and the source distribution into dist/"
+	@echo "make dist-check      install the wheel into an empty environment, and run the demo there"
+	@echo "make clean     remove everything that these targets made"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -75,13 +77,13 @@ $(KERNELS): $(DEV) $(wildcard $(addsuffix *.py,streampack/core/ streampack/core/
 	@$(BIN)/streampack kernels
 	@touch $@
 
-# Importing all tests once writes the bytecode of tests, torch and Ray. Otherwise all test processes compile the same
-# modules at the same time. Errors here come again when the tests run.
+# Import all tests once, which writes the bytecode of tests, torch and Ray. Otherwise all test processes compile the same
+# modules at the same time. Errors are ignored here, because the tests will show them.
 collected: $(KERNELS)
 	-@$(BIN)/python -m pytest --collect-only -qq > /dev/null
 
-# CI has two cores. Five workers keep them busy, because tests of processes, pages and alerts wait much of the time. A
-# worker takes neighboring tests, which share the fixtures of their module.
+# CI has two cores. Five workers keep them busy, because tests of processes, pages and alerts often wait. Each worker takes
+# neighboring tests, which share the fixtures of their module.
 test:
 	@$(MAKE) --no-print-directory -j 2 $(DEV) tools
 	@$(MAKE) --no-print-directory -j 2 lint $(if $(ARGS),kernels,collected)
@@ -97,7 +99,7 @@ fuzz: $(DEV)
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(FUZZ_MINUTES),10) $(ARGS)
 	@$(if $(ARGS),,$(BIN)/python -m tests.fuzz.live --minutes $(or $(FUZZ_LIVE_MINUTES),2))
 
-# Compare ratios of our speed to that of others, in the same run, with the bounds in benchmarks/bounds.yaml.
+# Measure streampack and other programs in one run. Compare the ratios with benchmarks/bounds.yaml.
 bench: $(KERNELS)
 	@$(BIN)/python benchmarks/guard.py $(ARGS)
 
