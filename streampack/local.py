@@ -38,6 +38,7 @@ class LocalLoader(Client[BatchT]):
         >>> loader = streampack.local("corpus/*.jsonl", tokenizer="tokenizer.json")  # doctest: +SKIP
         >>> for step in loader.steps():  # doctest: +SKIP
         ...     train(step)
+        >>> loader.close()  # doctest: +SKIP
     """
 
     def __init__(self, client: Client[BatchT], threads: contextlib.ExitStack, http: str | None) -> None:

@@ -75,6 +75,8 @@ class StepPlan:
         [[2], [1]]
         >>> plan.num_micro_batches, plan.num_tokens
         (2, 24)
+        >>> plan.order(), plan.way_back()
+        (array([3, 4, 0, 2, 1]), array([2, 4, 3, 0, 1]))
     """
 
     packs: list[list[list[int]]]

@@ -33,6 +33,8 @@ INTERNAL = {
 """Modules of the public packages that users do not import. Every other module there declares ``__all__``."""
 RETURNED = {"streampack.packs.forward_packs": ["ForwardPacks"], "streampack.local": ["LocalLoader"]}
 """Classes that users get from public functions and do not import, by module."""
+CALLED_BY_FRAMEWORKS = ("StreampackDataset", "PackedTrainerMixin", "PackedDataModule", "Datasink")
+"""Classes whose methods a framework calls, not the user."""
 SECTIONS = ("Args", "Returns", "Raises", "Example")
 FRAMEWORKS = "streampack.integrations."
 
@@ -125,11 +127,22 @@ def faults(name: str, value: Any, scope: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: its example fails: {''.join(said)}"
 
 
+def without_example(name: str, method: Any, owner: type) -> bool:
+    """True if neither the method nor its class has an example that calls it."""
+    own = f".{name.rpartition('.')[2]}("
+    shown = sections(inspect.cleandoc(owner.__doc__ or "")).get("Example", "")
+    return inspect.isfunction(method) and ">>> " not in (method.__doc__ or "") and own not in shown
+
+
 def faults_of(module: str) -> list[str]:
     """Import a module and return the faults of its public names."""
     loaded = importlib.import_module(module)
     found = []
     for name, value in public_names(loaded):
+        owner, _, method = name.rpartition(".")
+        asked = owner and owner not in CALLED_BY_FRAMEWORKS and "." not in owner
+        if asked and without_example(name, value, getattr(loaded, owner)):
+            found.append(f"{module}.{name}: expected an example, here or in the class, that calls .{method}()")
         code = value.fget if isinstance(value, property) else value
         found += [f"{module}.{fault}" for fault in faults(name, value, dict(vars(sys.modules[code.__module__])))]
     return found

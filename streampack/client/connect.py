@@ -306,7 +306,17 @@ class Client(Generic[BatchT]):
         ...         loss = summed_loss(pack) / step.num_loss_tokens
         ...         loss.backward()
         ...     optimizer.step()
+        ...     saved = loader.state_dict()  # for the checkpoint; loader.load_state_dict(saved) goes on from it
+        ...     loader.commit(step.index)  # once the checkpoint is durable
+        ...     loader.publish(step.index + 1)  # once RL workers can load the policy
+        >>> loader.stats()["wait_s"]  # doctest: +SKIP
+        0.031
         >>> loader.close()  # doctest: +SKIP
+
+        From another thread, which watches over the run:
+
+        >>> loader.move_to("tcp://node1:7402")  # doctest: +SKIP
+        >>> loader.fail(DataStall("the run was canceled"))  # doctest: +SKIP
     """
 
     def __init__(self, reading: Reading) -> None:

@@ -35,6 +35,7 @@ class ForwardPacks(Sequence[BatchT]):
     Example:
         >>> forward = step.regroup(budget=32768)  # doctest: +SKIP
         >>> rewards = forward.samples_back([reward(pack) for pack in forward])  # doctest: +SKIP
+        >>> old = forward.tokens_back({pack: logprobs(pack) for pack in forward})  # doctest: +SKIP
     """
 
     def __init__(

@@ -40,6 +40,8 @@ class Pack(Mapping[str, Any]):
         Pack(step=0, micro_batch=0/4, pack=0, samples=7, tokens=4090, input_ids=[4096])
         >>> pack.labels.shape  # doctest: +SKIP
         (4096,)
+        >>> pack.positions()[:3]  # doctest: +SKIP
+        array([0, 1, 2])
     """
 
     input_ids: I64

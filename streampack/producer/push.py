@@ -72,6 +72,24 @@ class Producer:
         >>> with Producer(stream="rollouts", partition=worker) as rollouts:  # doctest: +SKIP
         ...     rollouts.send_group(samples, policy_version=v)
         ...     rollouts.end_of_batch(v)
+
+        Single samples, with the policy that made them:
+
+        >>> v = rollouts.policy_version()  # doctest: +SKIP
+        >>> seqs = [rollouts.send({"input_ids": tokens}, policy_version=v)]  # doctest: +SKIP
+        >>> seqs += rollouts.send_many(samples, policy_version=v)  # doctest: +SKIP
+        >>> ids = rollouts.sample_ids(seqs)  # for another process, which amends them  # doctest: +SKIP
+        >>> rollouts.give_back(2)  # begun with ``wait_to_start``, and filtered out  # doctest: +SKIP
+        >>> rollouts.flush()  # all are durable  # doctest: +SKIP
+        >>> rollouts.stats()["samples"]  # doctest: +SKIP
+        65
+        >>> rollouts.close(end=True)  # nothing more comes  # doctest: +SKIP
+
+        Samples with keys, which a job may send again after a failure:
+
+        >>> write = rollouts.write  # doctest: +SKIP
+        >>> rollouts.send_many(samples, keys=names, write=write)  # doctest: +SKIP
+        >>> rollouts.commit_write(write)  # doctest: +SKIP
     """
 
     def __init__(

@@ -36,6 +36,11 @@ class View(dict[str, Any]):
     Example:
         >>> batch = next(streampack.connect("tcp://node0:7402", format="hf"))  # doctest: +SKIP
         >>> loss = model(**batch, num_items_in_batch=batch.step_num_loss_tokens).loss  # doctest: +SKIP
+        >>> ahead = batch.pin_memory().to("cuda", non_blocking=True)  # doctest: +SKIP
+        >>> batch.flops(model.config)  # doctest: +SKIP
+        1206413623296
+        >>> half = {key: tensor.half() for key, tensor in batch.tensors().items()}  # doctest: +SKIP
+        >>> batch = batch.with_tensors(half)  # doctest: +SKIP
     """
 
     __slots__ = ("canonical", "copied", "rest", "rules")

@@ -25,6 +25,8 @@ class Reference(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
     Example:
         >>> Reference("s3://data/images-00.tar", offset=1536, size=81_920, crc32c=0x1E3D5F70).uri
         's3://data/images-00.tar'
+        >>> Reference("a.png").encode()
+        b'{"uri":"a.png"}'
     """
 
     uri: Annotated[str, Meta(min_length=1)]

@@ -113,6 +113,9 @@ class TrainIterator:
     Example:
         >>> train, valid, _ = datasets_provider(get_args)()  # doctest: +SKIP
         >>> pack = next(train)  # doctest: +SKIP
+        >>> pack = train.take(chunk=0)  # of the first virtual pipeline stage  # doctest: +SKIP
+        >>> state = train.save_state()  # as Megatron-LM does for a checkpoint  # doctest: +SKIP
+        >>> train.close()  # doctest: +SKIP
     """
 
     def __init__(self, loader: Client, args: Any) -> None:

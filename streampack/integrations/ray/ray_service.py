@@ -48,6 +48,8 @@ class Service:
         >>> service = packs.start("sft-8b", "broker.yaml", "producer.yaml")  # doctest: +SKIP
         >>> service.where()["trainers"]  # doctest: +SKIP
         'tcp://10.0.0.7:21402'
+        >>> service.states()["broker"]["failures"]  # doctest: +SKIP
+        0
     """
 
     name: str
