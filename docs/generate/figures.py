@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 import streampack
 from benchmarks.packing import order
 from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, CpPlan, plan_groups, plan_uniform
+from streampack.core.layout.labels import positions_of
+from streampack.core.layout.shards import shard_slices
 from streampack.core.shuffle import shuffled
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +43,7 @@ def all_figures() -> dict[str, str]:
     return {
         "dataflow": dataflow(), "packs": packs(), "packers": packers(),
         "order_shares": order_shares(), "order_lengths": order_lengths(), "dynamic_cp": dynamic_cp(),
-        "learning": learning(),
+        "learning": learning(), "form_deal": form_deal(), "zigzag": zigzag(),
     }  # fmt: skip
 
 
@@ -154,6 +156,65 @@ def lengths(number: int, stride: int) -> list[int]:
         for index in range(number)
     ]
     return [quantiles[index * stride % number] for index in range(number)]
+
+
+def _row(left: float, top: float, width: float, samples: Sequence[int], capacity: int, fill: str = "soft") -> list[str]:
+    """Draw a pack: its capacity, and the samples in it."""
+    ends = [round(left + width * end / capacity, 1) for end in accumulate(samples)]
+    parts = [_box(left, top, width, 22, fill="card", line="warm", radius=2)]
+    parts += [
+        _box(a, top, b - a, 22, fill=fill, line="accent", radius=2) for a, b in zip([left, *ends], ends, strict=False)
+    ]
+    return parts
+
+
+def form_deal() -> str:
+    """Draw samples of a window, the packs that FORM makes of them, and where DEAL puts these packs."""
+    budget, samples = 4096, lengths(23, 16)
+    plan = streampack.plan_step(samples, budget, dp=2)
+    formed = sorted((pack for rank in plan.packs for pack in rank), key=min)
+    parts = [_text(8, 24, "window", 18, anchor="start", bold=True)]
+    left, top = 8.0, 44.0
+    for length in samples:
+        width = round(190 * length / budget, 1)
+        if left + width > 200:
+            left, top = 8.0, top + 26
+        parts.append(_box(left, top, width, 22, fill="soft", line="accent", radius=2))
+        left = round(left + width + 3, 1)
+    parts += [_text(270, 24, "FORM: full packs", 18, anchor="start", bold=True), _arrow([(208, 105), (262, 105)])]
+    for row, members in enumerate(formed):
+        parts += _row(270, 44 + 26 * row, 190, [samples[index] for index in members], budget)
+    parts += [_text(530, 24, "DEAL: equal cost", 18, anchor="start", bold=True), _arrow([(468, 105), (522, 105)])]
+    for index, micro_batch in enumerate(zip(*plan.packs, strict=True)):
+        height = 52 + index * 78
+        parts.append(_text(530, height + 8, f"micro-batch {index}", 14, anchor="start", color="quiet"))
+        for rank, members in enumerate(micro_batch):
+            parts += _row(576, height + 14 + 26 * rank, 176, [samples[i] for i in members], budget)
+            parts.append(_text(530, height + 30 + 26 * rank, f"dp {rank}", 14, anchor="start"))
+    return _svg(760, 290, "FORM makes full packs of a window; DEAL gives packs of equal cost to the ranks", *parts)
+
+
+def zigzag() -> str:
+    """Draw how a sample is cut over two context-parallel ranks."""
+    boundaries, colors = np.array([0, 16]), ("soft", "accent")
+    parts = list[str]()
+    for row, layout in enumerate(("zigzag", "contiguous")):
+        top = 16 + row * 84
+        parts.append(_text(8, top + 23, layout, 16, anchor="start", bold=True))
+        work = list[int]()
+        for rank in range(2):
+            positions = positions_of(*shard_slices(boundaries, 2, rank, layout))
+            work.append(int((positions + 1).sum()))
+            for position in positions.tolist():
+                parts.append(_box(120 + position * 30, top, 28, 34, fill=colors[rank], line="accent", radius=2))
+        note = " and ".join(map(str, work)) + " pairs of tokens"
+        parts.append(_text(120, top + 56, note, 14, anchor="start", color="quiet"))
+    for rank in range(2):
+        parts += [
+            _box(120 + 110 * rank, 172, 16, 16, fill=colors[rank], line="accent", radius=2),
+            _text(144 + 110 * rank, 186, f"rank cp {rank}", 14, anchor="start"),
+        ]
+    return _svg(620, 198, "A sample cut over two ranks: with zigzag both ranks have as many pairs of tokens", *parts)
 
 
 def packs() -> str:

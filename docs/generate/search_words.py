@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 BOOSTS = {"get-started/": 4, "how-to/": 3, "concepts/": 2, "reference/": 1, "repository/benchmarks/": 0.01}
@@ -25,7 +26,7 @@ WORDS = {
 """Words of users by page, for pages whose titles have other words. The site shows them beside a result."""
 
 
-def ordered(meta: dict[str, Any], uri: str) -> None:
+def ordered(meta: MutableMapping[str, Any], uri: str) -> None:
     """Add boost and words to a page's metadata, which the search reads."""
     found = [boost for start, boost in BOOSTS.items() if uri.startswith(start)]
     meta["search"] = {"boost": found[0] if found else OTHERS} | meta.get("search", {})
