@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from streampack.core.layout.boundaries import Layout, layout, round_up
 from streampack.core.layout.labels import positions_of
 from streampack.core.layout.shards import shard_slices
+from tests.core.layout.transformer_engine import te_indices
 
 
 def held(cu: list[int], cp: int, rank: int, kind: str = "zigzag") -> list[int]:
@@ -112,22 +113,6 @@ def test_a_pack_that_cannot_be_cut_evenly_is_refused(kind: str, parts: int) -> N
 
 
 # TransformerEngine as an oracle
-
-
-def te_indices(cu: list[int], cp: int, rank: int) -> list[int]:
-    """``thd_partition_indices_kernel`` of TransformerEngine's context_parallel.cu, token by token.
-
-    It divides the boundaries first: a local index t lies in the sample whose local range holds it.
-    """
-    local = [boundary // cp for boundary in cu]
-    indices = []
-    for t in range(cu[-1] // cp):
-        j = next(j for j in range(len(cu) - 1) if local[j] <= t < local[j + 1])
-        half = (local[j + 1] - local[j]) // 2
-        i = t - local[j]
-        turn = rank if i < half else 2 * cp - 2 - rank
-        indices.append(i + cu[j] + half * turn)
-    return indices
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4, 8])

@@ -18,11 +18,14 @@ import pytest
 import streampack as sp
 from streampack.client.reading_stats import UsefulFlops
 from streampack.config.typed_yaml import convert
+from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, plan_groups, plan_uniform
+from streampack.core.model.keys.planning_keys import Balance
 from streampack.core.model.mesh import Mesh
 from streampack.errors import ConfigError, InvariantError, UserError
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
 from streampack.sources import Source, SourceSettings, open_source
+from tests.core.layout.transformer_engine import te_indices
 from tests.integration.running import (
     PATIENCE_S,
     RunningBroker,
@@ -125,6 +128,43 @@ def test_the_shards_of_a_group_are_its_pack_and_every_sample_is_in_one_pack(dyna
         seen += ids
     assert sorted(seen) == list(range(len(LENGTHS)))
     assert {1, 8} < sizes
+
+
+def test_the_shards_of_each_group_hold_what_transformer_engine_would_take(dynamic: list[list[Step[Pack]]]) -> None:
+    """``whole`` has the tokens of the whole pack, in its order."""
+    sizes = set[int]()
+    for steps in dynamic:
+        for pack in (pack for step in steps for pack in tuple(step)):
+            size, bounds = pack.cp_size or 0, pack.cu_seqlens_padded.tolist()
+            at = te_indices(bounds, size, pack.cp_rank)
+            assert pack.input_ids.tolist() == pack.fields["whole"][at].tolist()
+            sizes.add(size)
+    assert sizes >= {1, 2, 4, 8}
+
+
+def test_the_costliest_ranks_of_the_served_parts_cost_what_the_plan_says(dynamic: list[list[Step[Pack]]]) -> None:
+    """Costs are computed from the boundaries of the packs that ranks got, and compared with static groups."""
+    costs, in_all = CpCosts(*Balance().factors, 0.05, 0.2, 8), [0.0, 0.0]
+    for number in range(len(dynamic[0])):
+        ranks = [tuple(steps[number]) for steps in dynamic]
+        lengths = dict[int, int]()
+        critical = 0.0
+        for micro_batch in zip(*ranks, strict=True):
+            critical += max(cost_of_pack(pack, costs) for pack in micro_batch)
+            for pack in micro_batch:
+                lengths |= zip(pack.sample_ids[:, 1].tolist(), np.diff(pack.cu_seqlens).tolist(), strict=False)
+        column = np.array(list(lengths.values()), np.int64)
+        plan, static = plan_groups(column, 8, 64, 8, costs), plan_uniform(column, 8, 64, 8, costs)
+        assert critical == pytest.approx(plan.critical_path, rel=1e-3)
+        in_all = [in_all[0] + critical, in_all[1] + static.critical_path]
+    assert in_all[0] < 0.9 * in_all[1]
+
+
+def cost_of_pack(pack: Pack, costs: CpCosts) -> float:
+    """The cost of a pack for one rank of its group, by the boundaries of its samples with padding."""
+    size, slots = pack.cp_size or 1, np.diff(pack.cu_seqlens_padded)[: pack.num_samples].astype(np.float64)
+    link = costs.node if size <= costs.ranks_of_node else costs.across
+    return float((costs.a * slots + costs.b * slots**2 + link * costs.a * slots * (size - 1)).sum()) / size
 
 
 def test_the_useful_flops_of_all_ranks_are_those_of_the_samples(dynamic: list[list[Step[Pack]]]) -> None:
