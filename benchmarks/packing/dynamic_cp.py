@@ -61,6 +61,7 @@ def _draw(kind: str, rng: np.random.Generator, n: int = 4096) -> NDArray[np.floa
 
 def main() -> None:
     parser = arguments(__doc__, "8 and 64 ranks only")
+    parser.add_argument("--seeds", type=int, default=1, help="draws of each set, for the least and the greatest figure")
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM, whose scheduler plans the same steps")
     args = parser.parse_args()
     report, rows = head("dynamic_cp"), []
@@ -87,6 +88,8 @@ def main() -> None:
                 f"gain {static / dynamic:.3f}",
                 flush=True,
             )
+            if args.seeds > 1:
+                row["seeds"] = _of_seeds(kind, ranks, args.seeds)
     timed = [_times(kind, *size) for size in ((64, 1024), (1024, 16384)) for kind in KINDS]
     for row in timed:
         print(
@@ -97,6 +100,21 @@ def main() -> None:
     if args.megatron:
         _beside_megatron(args.megatron)
     say(report | {"rows": rows, "times": timed}, args.json)
+
+
+def _of_seeds(kind: str, ranks: int, seeds: int) -> dict[str, tuple[float, float, float]]:
+    """Return the least, the median and the greatest path over the work, without and with exchange."""
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    for seed in range(1, seeds + 1):
+        lengths = lengths_of(kind, ranks, seed)
+        work = float((WITHOUT.a * lengths + WITHOUT.b * lengths.astype(np.float64) ** 2).sum()) / ranks
+        for name, costs in (("without", WITHOUT), ("with", WITH)):
+            plan = plan_groups(lengths, ranks, RANK_TOKENS, MAX_GROUP, costs)
+            found[name].append(_checked(lengths, plan, ranks, costs) / work)
+    spread = {name: (min(paths), float(np.median(paths)), max(paths)) for name, paths in found.items()}
+    texts = (f"{name} exchange {low:.4f}, {mid:.4f}, {high:.4f}" for name, (low, mid, high) in spread.items())
+    print(f"{'':<10} seeds 1 to {seeds}: {'; '.join(texts)} (least, median, greatest)", flush=True)
+    return spread
 
 
 def _beside_megatron(checkout: Path) -> None:

@@ -16,6 +16,7 @@ from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, costs_refusal, leve
 from streampack.core.deal.dynamic_cp.cp_plan_kernels import (
     MOST_COMPARED,
     cost_of,
+    deal_groups,
     least_levels,
     padded,
     place_samples,
@@ -62,6 +63,7 @@ def test_every_sample_has_one_group_with_room_and_every_rank_one_group_in_each_m
 
 
 @given(drawn_steps())
+@example(Drawn(np.array([25, 33]), 5, 32, 4, CpCosts(24576, 1, 0.5, 2.0), 1))  # the last rank is a group of its own
 def test_a_plan_with_exchange_is_never_above_groups_of_one_size(drawn: Drawn) -> None:
     if drawn.costs.node == 0:
         return
@@ -164,9 +166,37 @@ def test_samples_are_placed_as_a_plain_search_places_them(
         assert np.flatnonzero(group_of == number).tolist() == group.samples
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12), st.sampled_from([8, 12]))
+def test_micro_batches_take_the_costliest_groups_that_have_room(drawn: list[tuple[int, int]], ranks: int) -> None:
+    missing = -sum(1 << level for _, level in drawn) % ranks
+    groups = [*drawn, *[(0, 0)] * missing]
+    micro_batches = sum(1 << level for _, level in groups) // ranks
+    left, expected = sorted(range(len(groups)), key=lambda j: (-groups[j][0], j)), list[list[int]]()
+    for _ in range(micro_batches):
+        room, taken = ranks, list[int]()
+        while room and (best := next((j for j in left if 1 << groups[j][1] <= room), None)) is not None:
+            left.remove(best)
+            taken.append(best)
+            room -= 1 << groups[best][1]
+        expected.append(sorted(taken))
+    cost, level = np.array(groups).T.copy()
+    batch_of, first_of = np.zeros((2, len(groups)), np.int64)
+    critical = deal_groups(cost, level, batch_of, first_of, ranks, micro_batches)
+    if left:
+        assert critical == -1
+        return
+    assert [np.flatnonzero(batch_of == m).tolist() for m in range(micro_batches)] == expected
+    assert critical == sum(max(groups[j][0] for j in taken) for taken in expected)
+    assert not (first_of % (1 << level)).any()
+    for taken in expected:
+        assert sorted(r for j in taken for r in range(first_of[j], first_of[j] + (1 << groups[j][1]))) == [
+            *range(ranks)
+        ]
+
+
 @given(drawn_steps())
 def test_kernels_and_their_python_forms_make_the_same_plan(drawn: Drawn) -> None:
-    compiled, names = plan_groups(*drawn), ("least_levels", "place_samples", "total_cost", "widen")
+    compiled, names = plan_groups(*drawn), ("deal_groups", "least_levels", "place_samples", "total_cost", "widen")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(f"streampack.core.deal.dynamic_cp.cp_plan.{name}", getattr(cp_plan_kernels, name).py_func)

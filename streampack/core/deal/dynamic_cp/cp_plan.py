@@ -6,8 +6,9 @@ plan aims at the smallest sum, over micro-batches, of the costliest rank.
 
 A try has a size of the smallest groups and a number of micro-batches. Costly samples may get larger groups than their
 tokens need, up to a limit. A try places the samples of large groups first. Each of the others goes to the group that is
-furthest below the goal of its micro-batch. Bounds rule out most tries. Groups of one size are among the tries, so a
-plan is never worse than static context parallelism of any size that has room.
+furthest below the goal of its micro-batch. Then groups of like cost move to the same micro-batch. Bounds rule out most
+tries. Groups of one size are among the tries, so a plan is never worse than static context parallelism of any size that
+has room.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from streampack.core.deal.dynamic_cp.cp_plan_kernels import (
     ONE,
+    deal_groups,
     least_levels,
     padded,
     place_samples,
@@ -246,7 +248,8 @@ class _Tries:
         for least, limit in self._candidates(smallest):
             bound, level_of = self._bound(least)
             is_static = limit == least and bool((level_of == least).all())
-            if not self._is_good(bound, self._bound(smallest)[0], least, is_static and self._has_exchange):
+            least_cost = self._bound(0)[0] if self._ranks % (1 << least) else bound  # the last groups are smaller
+            if not self._is_good(least_cost, self._bound(smallest)[0], least, is_static and self._has_exchange):
                 self._try_micro_batches(bound, least, level_of, limit, is_static or self._best is None)
         assert self._best is not None  # each sample alone in a micro-batch has room
         return self._best
@@ -330,4 +333,9 @@ class _Tries:
         placed: _Placed = place_samples(
             self._lengths, level_of, least, self._ranks, micro_batches, self._rank_tokens, target, *self._factors
         )
-        return placed
+        critical, group_of, cost, level, batch_of, first = placed
+        if critical < 0:
+            return placed
+        batches, firsts = np.empty_like(batch_of), np.empty_like(first)
+        less = deal_groups(cost, level, batches, firsts, self._ranks, micro_batches)
+        return placed if not 0 <= less < critical else (less, group_of, cost, level, batches, firsts)

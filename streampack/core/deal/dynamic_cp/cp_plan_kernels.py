@@ -250,3 +250,65 @@ def place_samples(
     for j in range(groups):
         goal[batch_of[j]] = max(goal[batch_of[j]], cost[j])
     return goal.sum(), group_of, cost[:groups], group_level[:groups], batch_of[:groups], first_of[:groups]
+
+
+@kernel
+def deal_groups(cost: I64, level: I64, batch_of: I64, first_of: I64, ranks: int, micro_batches: int) -> int:
+    """Move groups to other micro-batches, so that groups of like cost run at the same moment.
+
+    Each micro-batch takes the costliest group that is left and has room, ties by number, until its ranks are full.
+
+    Args:
+        cost: Cost of each group, int64 [groups].
+        level: Its level.
+        batch_of: Output: its micro-batch, int64 [groups].
+        first_of: Output: its first rank.
+        ranks: Number of ranks.
+        micro_batches: Number of micro-batches, whose ranks the groups fill.
+
+    Returns:
+        The sum of the costliest ranks; -1 if the groups do not fill every micro-batch in this order. The output is not
+        valid then.
+    """
+    groups, levels = len(cost), level.max() + 1
+    heap, keys = np.empty(groups, np.int64), -cost
+    for j in range(groups):
+        heap[j] = j
+        sift_up(heap, keys, j)
+    queue, begin = (
+        np.empty(groups, np.int64),
+        np.zeros(levels + 1, np.int64),
+    )  # the groups of each level, costliest first
+    for j in range(groups):
+        begin[level[j] + 1] += 1
+    for at in range(levels):
+        begin[at + 1] += begin[at]
+    head, end = begin[:-1].copy(), begin[:-1].copy()
+    for count in range(groups, 0, -1):
+        j = heap[0]
+        queue[end[level[j]]] = j
+        end[level[j]] += 1
+        heap[0] = heap[count - 1]
+        sift_down(heap, keys, count - 1, 0)
+    critical = 0
+    for m in range(micro_batches):
+        room, dearest, taken = ranks, -1, head.copy()
+        while room > 0:
+            best = -1
+            for at in range(levels):
+                if head[at] < end[at] and 1 << at <= room:
+                    j = queue[head[at]]
+                    if best < 0 or cost[j] > cost[best] or (cost[j] == cost[best] and j < best):
+                        best = j
+            if best < 0:
+                return -1
+            batch_of[best] = m
+            head[level[best]] += 1
+            room -= 1 << level[best]
+            dearest = max(dearest, cost[best])
+        for at in range(levels - 1, -1, -1):  # largest first, so that groups are aligned
+            for k in range(taken[at], head[at]):
+                first_of[queue[k]] = room
+                room += 1 << at
+        critical += dearest
+    return critical
