@@ -19,6 +19,7 @@ USES = {
         "`streampack.sources.files.image_files`, `streampack.media.processor`",
         "Sizes of images from their first bytes, and their pixels.",
     ),
+    "av": ("`streampack.sources.files.video_files`", "Headers of videos, and their frames. It brings FFmpeg."),
     "numpy": ("everywhere", "Lengths, tokens and packs are arrays."),
     "pyzmq": ("`streampack.transport`", "ZeroMQ sockets over TCP and ipc, CURVE keys. No other folder imports it."),
     "msgspec": (

@@ -30,6 +30,7 @@ LOADED_BY_NAME = {
     "streampack.media.media": "a user's function",
     "streampack.media.processor": "transformers, an extra",
     "streampack.sources.files.image_files": "Pillow, an extra",
+    "streampack.sources.files.video_files": "PyAV, if videos are read",
     "streampack.sources.files.read_bytes": "fsspec, an extra",
     "streampack.core.jit": "the class of a named tuple among a kernel's arguments",
     "streampack.kernels.helper": "kernels that another process asks for",

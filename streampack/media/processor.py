@@ -1,4 +1,4 @@
-"""Decodes images as the processor of a folder does: with the image processor of transformers, and its settings.
+"""Decodes images and videos as the processor of a folder does: with that of transformers, and its settings.
 
 The image processor is the one that ``AutoProcessor`` of the folder has in this environment. It needs transformers and
 Pillow, and torch if torchvision is installed.
@@ -7,6 +7,7 @@ Pillow, and torch if torchvision is installed.
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 
 from streampack.core.media.references import Reference
 from streampack.errors import ConfigError, StreampackError, UserError
-from streampack.sources.files.image_files import decoded
-from streampack.tokenizers.processors.image_family import PIXELS
+from streampack.sources.files.image_files import BadImage, as_image, decoded
+from streampack.sources.files.video_files import frames_of, header_of
+from streampack.tokenizers.processors.image_family import PIXELS, VideoSize
 from streampack.tokenizers.processors.open_family import open_family
 
 log = logging.getLogger("streampack.client")
@@ -34,7 +36,8 @@ class ProcessorDecoder:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder).expanduser()
         try:
-            self._options = dict(open_family(path).options)
+            self._family, self._path = open_family(path), str(path)
+            self._options = dict(self._family.options)
             self._processor = import_module("transformers").AutoImageProcessor.from_pretrained(str(path))
         except ConfigError as error:
             raise UserError(str(error).replace("tokenizer.processor", "processor of Media", 1)) from None
@@ -51,8 +54,49 @@ class ProcessorDecoder:
             self._use_table()
 
     def __call__(self, data: bytes, reference: Reference) -> NDArray[Any]:
-        """Return the pixel values of an image."""
-        return self._pixels(decoded(data))
+        """Return the pixel values of an image, or of a video's frames."""
+        try:
+            image = decoded(data)
+        except BadImage as bad:
+            if not self._family.video_token or bad.reason != "image_unreadable":
+                raise
+            return self._of_video(data)
+        return self._pixels(image)
+
+    def _of_video(self, data: bytes) -> NDArray[Any]:
+        """Return the pixel values of the frames of a video that the processor samples."""
+        size = header_of(data)
+        sampled = self._family.frames_of_video(size)
+        frames = np.stack(frames_of(data, size, sampled.places))
+        if self._tensors == "pt":
+            values = self._videos(videos=[frames[: sampled.num_frames]], do_sample_frames=False, return_tensors="pt")
+            return np.asarray(values["pixel_values_videos"])
+        group, side = sampled.settings["temporal_patch_size"], sampled.settings["patch_size"]
+        scaled = [self._scaled(frame, sampled.height, sampled.width) for frame in frames]
+        rows = np.asarray(self._frames(images=scaled, input_data_format="channels_last", return_tensors="np")[PIXELS])
+        # Each row of an image has `group` copies of its patch. A row of a video has the patches of `group` frames.
+        rows = rows.reshape(len(frames) // group, group, -1, 3, group, side * side)
+        return np.stack([rows[:, at, :, :, at] for at in range(group)], axis=-2).reshape(-1, 3 * group * side * side)
+
+    def _scaled(self, frame: NDArray[Any], height: int, width: int) -> Any:
+        """Return a frame of another size, scaled by the image processor."""
+        return as_image(frame).resize((width, height), self._frames.resample)
+
+    @cached_property
+    def _frames(self) -> Any:
+        """The image processor for scaled frames."""
+        sampled = self._family.frames_of_video(VideoSize(64, 64, 64, 1.0))
+        processor = import_module("transformers").AutoImageProcessor.from_pretrained(
+            self._path, do_resize=False, **sampled.settings
+        )
+        if processor.do_rescale and processor.do_normalize:
+            _use_table(processor)
+        return processor
+
+    @cached_property
+    def _videos(self) -> Any:
+        """The video processor of transformers."""
+        return import_module("transformers").AutoVideoProcessor.from_pretrained(self._path)
 
     def _use_table(self) -> None:
         """Let the processor look its values up, unless that changes the values of an image with all bytes."""

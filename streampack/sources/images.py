@@ -1,21 +1,25 @@
-"""The images of rows: where they are, and their sizes.
+"""The images and videos of rows: where they are, and their sizes.
 
 The images of a chat are in its messages, or in a list beside it, under the key ``images_key``. In tar files they are
-members of the sample. Sizes come from the first bytes of each image.
+members of the sample. Sizes come from the first bytes of each image. Videos are in the
+messages, or in a list under ``videos``.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from streampack.core.media.references import reference_of
 from streampack.sources.files.image_files import BadImage, size_of
+from streampack.sources.files.video_files import video_of
 from streampack.sources.settings import SourceSettings
-from streampack.tokenizers.processors.image_parts import SizedImage, place_images, wrong_count
+from streampack.tokenizers.processors.image_parts import MediaPlaces, Sized, SizedImage, SizedVideo
 from streampack.tokenizers.token_ids import Because
 
 _ENDINGS = "jpg;jpeg;png;webp"
+VIDEOS = "videos"
 
 
 class ImageReader:
@@ -33,44 +37,35 @@ class ImageReader:
         self._folder = settings.image_folder
 
     def __call__(self, chats: list[Any], row: Mapping[str, Any]) -> list[Any] | Because:
-        """Return the chats of a row, lists of messages, with a ``SizedImage`` for each image; or a reason.
+        """Return the chats of a row, lists of messages, with an image or a video in each place; or a reason.
 
         Values that are no lists are returned as they are.
         """
-        listed = _listed(next((row[key] for key in self.keys if row.get(key) is not None), []))
-        has_list = self._is_named or any(key in row for key in self.keys)
-        left, placed, places, sized = listed, list[Any](), 0, 0
-
-        def size(value: Any) -> SizedImage:
-            """Return the image of a value."""
-            nonlocal sized
-            sized += 1
-            return self._sized(value, sized - 1)
-
+        lists = {
+            kind: _listed(next((row[key] for key in keys if row.get(key) is not None), []))
+            for kind, keys in (("image", self.keys), ("video", (VIDEOS,)))
+            if (kind == "image" and self._is_named) or any(key in row for key in keys)
+        }
+        numbers = itertools.count()
+        places = MediaPlaces(lists, lambda kind, value: self._sized(kind, value, next(numbers)))
         try:
-            for chat in chats:
-                if not isinstance(chat, list):
-                    placed.append(chat)
-                    continue
-                messages, count, left = place_images(chat, left if has_list else None, size)
-                placed.append(messages)
-                places += count
+            placed = [places.fill(chat) if isinstance(chat, list) else chat for chat in chats]
         except BadImage as bad:
             return Because(bad.reason, str(bad))
-        if left or places != sized:
-            return wrong_count(sized + len(left), places)
-        return placed
+        return places.wrong_count() or placed
 
-    def _sized(self, value: Any, number: int) -> SizedImage:
-        """Return an image with its size. Raises BadImage."""
+    def _sized(self, kind: str, value: Any, number: int) -> Sized:
+        """Return an image or a video with its size. Raises BadImage."""
         try:
             reference = reference_of(self._with_folder(value))
         except (ValueError, TypeError):
-            raise BadImage("image_unreadable", f"image {number} is a {_advice(value)}") from None
+            raise BadImage(f"{kind}_unreadable", f"{kind} {number} is a {_advice(value)}") from None
         try:
+            if kind == "video":
+                return SizedVideo(reference, video_of(reference))
             return SizedImage(reference, *size_of(reference))
         except BadImage as bad:
-            raise BadImage(bad.reason, f"image {number} ({reference.shown[:200]}): {bad}") from None
+            raise BadImage(bad.reason, f"{kind} {number} ({reference.shown[:200]}): {bad}") from None
 
     def _with_folder(self, value: Any) -> Any:
         """Return a value whose relative path begins with the folder of images."""

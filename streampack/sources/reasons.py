@@ -30,6 +30,12 @@ EXPECTED = {
     "image_animated": "an image of one frame. Give the frame that is meant",
     "image_size": "an image that the processor accepts. Cut it, or remove the sample",
     "image_count": "one image for each place in the messages. Correct the row",
+    "video_missing": "a video that the producer can read. Correct the path, or set image_folder",
+    "video_unreadable": "a video file. Write the video again, or remove the sample",
+    "video_frames": "a header with the number and the rate of frames. Convert it to mp4, or remove the sample",
+    "video_size": "a video that the processor accepts. Cut it, or remove the sample",
+    "video_count": "one video for each place in the messages. Correct the row",
+    "video_family": "no video for this processor. Remove the sample, or use the processor of another model",
     "template": "messages that the chat template can write. Correct the row, or set another template",
 }
 """The expected data in place of a rejected sample, and the next action, by reason."""
@@ -49,6 +55,12 @@ OWN_WORDS = (
         "image_animated",
         "image_size",
         "image_count",
+        "video_missing",
+        "video_unreadable",
+        "video_frames",
+        "video_size",
+        "video_count",
+        "video_family",
     ),
 )
 """Reasons whose detail, if there is one, says what to do."""

@@ -202,7 +202,7 @@ def _text(content: object, images: bool) -> str | None:
 def _text_of_part(part: object, images: bool) -> object:
     """Return the text of a part of a content, empty for an image; None if the part is invalid."""
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "image" and images:
+    if kind in ("image", "video") and images:
         return ""
     return part.get("text") if isinstance(part, Mapping) and kind == "text" else None
 

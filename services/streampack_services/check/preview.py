@@ -27,8 +27,9 @@ from streampack.core.stats.sample_warnings import advice
 from streampack.errors import UserError
 from streampack.producer.first_rows import MASK, NOT_APPLIED, meaning_of, of_known_key, passed_on, warnings_of
 from streampack.sources import RawSample, Tokenizer, open_tokenizer
-from streampack.sources.files.image_files import decoded, size_of
+from streampack.sources.files.image_files import BadImage, as_image, decoded, size_of
 from streampack.sources.files.read_bytes import read_bytes
+from streampack.sources.files.video_files import frames_of, video_of
 from streampack.sources.settings import KEYS
 from streampack.tokenizers.processors.image_family import PIXELS
 from streampack_services.amounts import media_text, size_text
@@ -158,15 +159,26 @@ def _media(record: RawSample, fields: list[str]) -> tuple[Tree | None, str | Non
 
 
 def _image(reference: Any, tokenizer: Any) -> Tree:
-    """Return the size and the tokens of an image, and its brightness from left to right as a line of text."""
-    size = size_of(reference)
+    """Return the size and the tokens of an image or a video, and its brightness from left to right as a line of text.
+
+    ``frames`` is the number of frames that the processor samples, None for an image. The line is that of the first one.
+    """
+    family, frames = tokenizer.family, None
     try:
-        small = decoded(read_bytes(reference)).convert("L").resize((_THUMBNAIL, 1))
+        size: Any = size_of(reference)
+        tokens = sum(family.tokens_of(*size).repeats)
+    except BadImage:
+        size = video_of(reference)
+        tokens, frames = sum(family.tokens_of_video(size).repeats), len(family.frames_of_video(size).places)
+    try:
+        data = read_bytes(reference)
+        image = decoded(data) if frames is None else as_image(frames_of(data, size, [0])[0])
+        small = image.convert("L").resize((_THUMBNAIL, 1))
         line = "".join(_SHADES[shade * len(_SHADES) // 256] for shade in small.tobytes())
     except Exception as error:  # damaged pixels: the trainer raises for them
         line = f"cannot be decoded: {' '.join(str(error).split())[:100]}"
-    tokens = sum(tokenizer.family.tokens_of(*size).repeats)
-    return {"height": size.height, "width": size.width, "num_tokens": tokens, "thumbnail": line}
+    about = {"height": size.height, "width": size.width, "frames": frames, "num_tokens": tokens}
+    return {**about, "thumbnail": line}
 
 
 def _places(value: Any) -> list[Tree]:
@@ -222,7 +234,8 @@ def _show_places(console: Console, field: str, places: list[Tree], images: list[
         where += f" at byte {place['offset']:,}" if place["offset"] else ""
         console.print(f"  {field}: {where}{size}", style="dim", soft_wrap=True)
         for image in images[number : number + 1]:
-            about = f"{image['width']} x {image['height']} pixels, {image['num_tokens']} tokens"
+            frames = "" if image["frames"] is None else f"{image['frames']} frames, "
+            about = f"{image['width']} x {image['height']} pixels, {frames}{image['num_tokens']} tokens"
             console.print(Text(f"    {about}  |{image['thumbnail']}|"), soft_wrap=True)
     if len(places) > _SHOWN:
         console.print(f"  {field}: {len(places) - _SHOWN} more", style="dim")

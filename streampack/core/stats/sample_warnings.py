@@ -15,6 +15,7 @@ REASONING_LEFT_OUT = "reasoning_left_out"
 TEMPLATE_KWARGS_LEFT_OUT = "template_kwargs_left_out"
 SPECIAL_TOKENS_AS_TEXT = "special_tokens_as_text"
 SEVERAL_KEYS = "several_keys"
+VIDEO_AT_OTHER_RATE = "video_at_other_rate"
 
 WARNINGS = {
     NO_LOSS_TOKENS: "no token of the sample counts in the loss, so nothing is learned from it. Check its labels and "
@@ -35,6 +36,8 @@ WARNINGS = {
     "text. If the data is the output of a chat template, set `tokenizer: {allow_special: true, append_eos: false}`",
     SEVERAL_KEYS: "the row has several keys that may hold the sample. Token ids are taken first, then text, messages, "
     "and prompt with completion. To choose, set text_key, tokens_key, messages_key or prompt_key",
+    VIDEO_AT_OTHER_RATE: "a video gives fewer frames than the rate of the processor asks for, because of `max_frames` "
+    "or of the video's own rate. Cut the video, or set `fps` or `max_frames` in the processor's folder",
 }
 """Word to sentence: the fact, and the line that changes it."""
 

@@ -11,6 +11,7 @@
 - ``compressed``: a gzip or Zstandard file, read as the plain file in it.
 - ``read_bytes``: the bytes that a reference to a media item names.
 - ``image_files``: the size of an image from its first bytes, and images that are not used.
+- ``video_files``: the size, the rate and the frames of a video.
 
 A path or a pattern becomes a list of ``File`` (name and size), and opening one gives a ``ShardFile`` with exact reads.
 A file whose size changes after it was listed raises SourceError. These modules know bytes and offsets. They do not

@@ -11,13 +11,14 @@ The pixels of an image are not read here, so a damaged image may have a good hea
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from streampack.core.media.references import Reference
 from streampack.errors import ConfigError, SourceError
-from streampack.sources.files.read_bytes import WrongBytes, read_range
+from streampack.sources.files.read_bytes import WrongBytes, length_of, read_range
 from streampack.sources.files.retries import Retries, kind_of, status_of, text_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ MOST_PIXELS = 89_478_485
 _BLOCK_BYTES = 1 << 16
 _ORIENTATION, _SIDEWAYS = 0x0112, (5, 6, 7, 8)
 _KNOWN_SIZES = 1 << 16
+_Header = TypeVar("_Header")
 
 
 class ImageSize(NamedTuple):
@@ -69,6 +71,12 @@ def decoded(data: bytes) -> Image:
     return rgb
 
 
+def as_image(pixels: Any) -> Image:
+    """Return an image of pixels [height, width, 3] in RGB."""
+    image: Image = _pillow("Image").fromarray(pixels)
+    return image
+
+
 @lru_cache(maxsize=_KNOWN_SIZES)
 def _size_at(reference: Reference) -> ImageSize:
     """Return the size of an image that is not in the reference itself."""
@@ -76,25 +84,36 @@ def _size_at(reference: Reference) -> ImageSize:
 
 
 def _size_of(reference: Reference) -> ImageSize:
-    """Return the size of an image, and try again after failures of a store."""
+    """Return the size of an image."""
+    return read_header(reference, "image", lambda file: _checked(_opened(file)))
+
+
+def read_header(reference: Reference, kind: str, read: Callable[[Any], _Header]) -> _Header:
+    """Return what ``read`` returns for the open file of a reference, and try again after failures of a store.
+
+    ``kind``: ``image`` or ``video``, for the reason of a BadImage. Raises SourceError if the store goes on failing.
+    """
     retries = Retries(reference.shown)
     while True:
         try:
-            return _checked(_opened(io.BufferedReader(_Bytes(reference), _BLOCK_BYTES)))
+            try:
+                return read(io.BufferedReader(_Bytes(reference), _BLOCK_BYTES))
+            except _Failed as failed:
+                raise failed.cause from None
         except (BadImage, ConfigError, MemoryError):
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             if kind_of(error) == "final" or status_of(error) is None:
                 text = error.strerror or text_of(error)
-                raise BadImage("image_missing", f"{text}. Correct the path, or set image_folder") from error
+                raise BadImage(f"{kind}_missing", f"{text}. Correct the path, or set image_folder") from error
             failure: Exception = error
         except WrongBytes as error:
-            raise BadImage("image_unreadable", str(error)) from error
+            raise BadImage(f"{kind}_unreadable", str(error)) from error
         except Exception as error:  # each file system of fsspec has its own
             failure = error
         if not retries.again(failure):
             raise SourceError(
-                f"{reference.shown}: the image cannot be read: {text_of(failure)}. Check the store or the file"
+                f"{reference.shown}: the {kind} cannot be read: {text_of(failure)}. Check the store or the file"
             ) from failure
 
 
@@ -177,11 +196,11 @@ class _Bytes(io.RawIOBase):
 
     def seek(self, place: int, whence: int = io.SEEK_SET) -> int:
         """Move to ``place``, from the beginning, from here or from the end."""
-        if whence == io.SEEK_END:
-            self._place = 0
-            while data := self.read(_BLOCK_BYTES):
-                del data
-        self._place = place if whence == io.SEEK_SET else self._place + place
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place}
+        try:
+            self._place = place + (begin[whence] if whence in begin else length_of(self._reference))
+        except Exception as error:
+            raise _Failed(error) from error
         return self._place
 
     def tell(self) -> int:

@@ -91,6 +91,19 @@ def _read(reference: Reference, begin: int, end: int) -> bytes:
         return file.read(end - begin)
 
 
+def length_of(reference: Reference) -> int:
+    """Return the number of bytes of an item."""
+    if reference.size is not None:
+        return reference.size
+    if reference.is_inline:
+        return len(inline_bytes(reference)) - reference.offset
+    if "://" not in reference.uri:
+        return Path(reference.uri).stat().st_size - reference.offset
+    opened, path = _filesystem(reference.uri)
+    with opened.lock:
+        return int(opened.files.size(path)) - reference.offset
+
+
 class _Opened(NamedTuple):
     """An fsspec file system, and the lock that threads take to read from it."""
 

@@ -35,7 +35,7 @@ from streampack.core.stats.sample_warnings import SEVERAL_KEYS
 from streampack.errors import ConfigError
 from streampack.sources.files.byte_source import ShardFile
 from streampack.sources.files.listing import find
-from streampack.sources.images import ImageReader
+from streampack.sources.images import VIDEOS, ImageReader
 from streampack.sources.records import NO_FIELDS, AnyShard, Format, Sample
 from streampack.sources.row_keys import KNOWN, KnownKeys
 from streampack.sources.settings import SourceSettings, rejects_unmasked
@@ -95,7 +95,7 @@ class RowReader:
         chats = any(kind in (_CHAT, _PAIR) for kind, *_ in self._candidates)
         tools = [_TOOLS, _VARIABLES] if chats else []
         self.images = ImageReader(settings) if chats and tokenizer.image_fields else None
-        tools += self.images.keys if self.images else ()
+        tools += (*self.images.keys, VIDEOS) if self.images else ()
         self.sample_keys = tuple(dict.fromkeys(keys))
         of_fields = [key for _, key in (*self.fields.keys, *self.fields.media_keys)]
         present = [key for key in KNOWN if key in self.fields.known.names]

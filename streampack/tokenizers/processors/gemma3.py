@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.tokenizers.processors.image_family import ImageFamily, ImageTokens, ProcessorFiles
-from streampack.tokenizers.token_ids import Tokens
 
 TYPES = "token_type_ids"
 
@@ -35,12 +34,12 @@ class Gemma3(ImageFamily):
         """Return the tokens of an image, which do not depend on its size."""
         return ImageTokens(self._text, (self._length,), 1)
 
-    def fields(self, token: int) -> dict[str, dict[str, Any]]:
+    def fields(self, tokens: list[int]) -> dict[str, dict[str, Any]]:
         """Return the fields of a run: the types of tokens, and references."""
-        return super().fields(token) | {TYPES: {"dtype": "int64", "default": 0}}
+        return super().fields(tokens) | {TYPES: {"dtype": "int64", "default": 0}}
 
     def values_of(
-        self, tokens: Tokens, token: int, images: Sequence[ImageTokens], learned: NDArray[np.uint8]
+        self, is_image: NDArray[np.bool_], images: Sequence[ImageTokens], learned: NDArray[np.uint8]
     ) -> dict[str, NDArray[Any]]:
         """Return the type of each token: 1 for a token of an image."""
-        return {TYPES: (tokens == token).astype(np.int64)}
+        return {TYPES: is_image.astype(np.int64)}

@@ -1,4 +1,4 @@
-"""The images of a chat's messages: parts of a content, or ``<image>`` in a text with a list of images beside it.
+"""The images and videos of a chat's messages: parts of a content, or marks in a text with a list beside it.
 
 Such parts are read::
 
@@ -7,22 +7,24 @@ Such parts are read::
     {"type": "image_url", "image_url": {"url": ...}}
     "<image>" in a text, or in a part of the type text    the next image of the list
 
-Values are whatever the data has: a path, a URL, bytes. This module does not read them.
+The same holds for ``video``. Values are whatever the data has: a path, a URL, bytes. This module does not read them.
 """
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from streampack.tokenizers.processors.image_family import VideoSize
 from streampack.tokenizers.token_ids import Because
 
-MARK = "<image>"
-"""Text that stands for an image in data as LLaVA and ShareGPT have it."""
+KINDS = ("image", "video")
 _CONTENTS = ("content", "value")
-_SOURCES = ("image", "url", "path", "base64", "bytes", "image_url")
-_TYPES = ("image", "image_url", "input_image")
+_SOURCES = ("url", "path", "base64", "bytes")
+_TYPES = {
+    f"{before}{kind}{after}": kind for kind in KINDS for before, after in (("", ""), ("", "_url"), ("input_", ""))
+}
 _SIZED = "sized"
 
 
@@ -34,36 +36,94 @@ class SizedImage(NamedTuple):
     width: int
 
 
-def place_images(
-    chat: list[Any], listed: Sequence[Any] | None, sized: Callable[[Any], SizedImage]
-) -> tuple[list[Any], int, list[Any]]:
-    """Return the messages with a ``SizedImage`` in the place of each image.
+class SizedVideo(NamedTuple):
+    """A video in a message: where it is, and its header."""
 
-    Also return the number of places that stand for one, and the images of the list that are left.
+    reference: Any
+    size: VideoSize
 
-    Places beyond the images of the list stay empty, so the caller compares the numbers.
+
+Sized = SizedImage | SizedVideo
+
+
+class MediaPlaces:
+    """Puts images and videos into the places of messages that stand for them, in order.
 
     Args:
-        chat: The messages.
-        listed: The images beside the chat, for places that name no image. None if the data has no such list; then
-            ``<image>`` in a text is text.
-        sized: Function from an image's value to the image.
+        listed: The images and the videos beside the chat, for places that name none. A kind without a list has no
+            marks: ``<image>`` in a text is text.
+        sized: Function from a kind and a value of the data to the image or the video.
     """
-    rest = iter(listed or ())
-    count = itertools.count()
-    placed = [_with_images(message, rest, listed is not None, count, sized) for message in chat]
-    return placed, next(count), list(rest)
+
+    def __init__(self, listed: Mapping[str, Sequence[Any]], sized: Callable[[str, Any], Sized]) -> None:
+        self._rest: dict[str, Iterator[Any]] = {kind: iter(values) for kind, values in listed.items()}
+        self._mark = re.compile("|".join(f"<({kind})>" for kind in listed)) if listed else None
+        self._sized = sized
+        self._places, self._filled = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+
+    def fill(self, chat: list[Any]) -> list[Any]:
+        """Return the messages with an image or a video in each place; places without one stay empty."""
+        return [self._message(message) for message in chat]
+
+    def wrong_count(self) -> Because | None:
+        """Return the reason if a chat has more or fewer images or videos than places; None if the numbers are equal."""
+        for kind in KINDS:
+            left = len(list(self._rest.get(kind, ())))
+            if left or self._places[kind] != self._filled[kind]:
+                return wrong_count(kind, self._filled[kind] + left, self._places[kind])
+        return None
+
+    def _message(self, message: Any) -> Any:
+        """Return a message with images and videos in their places."""
+        key = _key_of_content(message)
+        content, parts = message[key] if key else None, list[Any]()
+        if isinstance(content, str) and not (self._mark and self._mark.search(content)):
+            return message
+        if not isinstance(content, str | list):
+            return message
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "text" and self._mark and isinstance(part.get("text"), str):
+                parts += self._split(part, self._mark)
+            elif kind in _TYPES:
+                named = (_TYPES[kind], f"{_TYPES[kind]}_url", *_SOURCES)
+                name = next((name for name in named if part.get(name) is not None), "")
+                value = part.get(name)
+                parts.append(self._part(_TYPES[kind], f"data:;base64,{value}" if name == "base64" else value))
+            else:
+                parts.append(part)
+        return {**message, key: parts}
+
+    def _split(self, part: Mapping[str, Any], mark: re.Pattern[str]) -> list[Any]:
+        """Return the parts of a text with marks."""
+        parts, place = list[Any](), 0
+        for match in mark.finditer(part["text"]):
+            if text := part["text"][place : match.start()]:
+                parts.append({**part, "text": text})
+            parts.append(self._part(match[0][1:-1]))
+            place = match.end()
+        text = part["text"][place:]
+        return [*parts, {**part, "text": text}] if text or not parts else parts
+
+    def _part(self, kind: str, value: Any = None) -> dict[str, Any]:
+        """Return the part for a value, by default the next one of the list; an empty one if there is none."""
+        self._places[kind] += 1
+        value = next(self._rest.get(kind, iter(())), None) if value is None else value
+        if value is None:
+            return {"type": kind}
+        self._filled[kind] += 1
+        return {"type": kind, _SIZED: self._sized(kind, value)}
 
 
-def take_images(chat: list[Any]) -> tuple[list[Any], list[SizedImage]]:
+def take_images(chat: list[Any]) -> tuple[list[Any], list[Sized]]:
     """Return the messages with ``{"type": "image"}`` in the place of each image, and the images in order."""
-    images: list[SizedImage] = []
+    images: list[Sized] = []
 
     def plain(part: Any) -> Any:
         """Return a part without its image."""
         if isinstance(part, Mapping) and _SIZED in part:
             images.append(part[_SIZED])
-            return {"type": "image"}
+            return {"type": part["type"]}
         return part
 
     messages = []
@@ -79,49 +139,8 @@ def _key_of_content(message: Any) -> str:
     return next((key for key in _CONTENTS if isinstance(message, Mapping) and message.get(key) is not None), "")
 
 
-def _with_images(
-    message: Any, rest: Iterator[Any], is_marked: bool, count: Iterator[int], sized: Callable[[Any], SizedImage]
-) -> Any:
-    """Return a message with images in place; ``rest`` are the images of the list that are left."""
-    key = _key_of_content(message)
-    content, parts = message[key] if key else None, []
-    if isinstance(content, str) and (not is_marked or MARK not in content):
-        return message
-    if not isinstance(content, str | list):
-        return message
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text" and is_marked and isinstance(part.get("text"), str):
-            parts += _split(part, rest, count, sized)
-        elif kind in _TYPES:
-            name = next((name for name in _SOURCES if part.get(name) is not None), "")
-            value = part.get(name)
-            value = f"data:;base64,{value}" if name == "base64" else value
-            parts.append(_image(next(rest, None) if value is None else value, count, sized))
-        else:
-            parts.append(part)
-    return {**message, key: parts}
-
-
-def _split(
-    part: Mapping[str, Any], rest: Iterator[Any], count: Iterator[int], sized: Callable[[Any], SizedImage]
-) -> list[Any]:
-    """Return the parts of a text with marks."""
-    parts: list[Any] = []
-    for number, text in enumerate(part["text"].split(MARK)):
-        if number:
-            parts.append(_image(next(rest, None), count, sized))
-        if text or part["text"] == "":
-            parts.append({**part, "text": text})
-    return parts
-
-
-def _image(value: Any, count: Iterator[int], sized: Callable[[Any], SizedImage]) -> dict[str, Any]:
-    """Return the part for an image; without the image if ``value`` is None."""
-    next(count)
-    return {"type": "image"} if value is None else {"type": "image", _SIZED: sized(value)}
-
-
-def wrong_count(images: int, places: int) -> Because:
-    """Return the reason for a chat with more or fewer images than places that stand for them."""
-    return Because("image_count", f"the row has {images} images, and {places} places for images in its messages")
+def wrong_count(kind: str, images: int, places: int) -> Because:
+    """Return the reason for a chat with more or fewer images, or videos, than places that stand for them."""
+    return Because(
+        f"{kind}_count", f"the row has {images} {kind}s, and {places} places for {kind}s in its messages"
+    )  # fmt: skip

@@ -45,9 +45,9 @@ class LlavaNext(ImageFamily):
             self.token, (own * own + self._more + rows * (columns + 1),), tiles, {SIZES: (height, width)}
         )
 
-    def fields(self, token: int) -> dict[str, dict[str, Any]]:
+    def fields(self, tokens: list[int]) -> dict[str, dict[str, Any]]:
         """Return the fields of a run: sizes of images, and references."""
-        return {SIZES: {"dtype": "int64", "axis": "item", "shape": [2]}, **super().fields(token)}
+        return {SIZES: {"dtype": "int64", "axis": "item", "shape": [2]}, **super().fields(tokens)}
 
 
 def _kept_pixels(height: int, width: int, high: int, wide: int) -> tuple[int, int]:

@@ -13,10 +13,12 @@ from streampack.tokenizers.processors.image_family import ImageFamily, Processor
 from streampack.tokenizers.processors.internvl import InternVL
 from streampack.tokenizers.processors.llava_next import LlavaNext
 from streampack.tokenizers.processors.paligemma import PaliGemma
+from streampack.tokenizers.processors.qwen3_vl import Qwen3VL
 from streampack.tokenizers.processors.qwen_vl import QwenVL
 
-FAMILIES: tuple[type[ImageFamily], ...] = (QwenVL, InternVL, LlavaNext, Gemma3, PaliGemma)
+FAMILIES: tuple[type[ImageFamily], ...] = (QwenVL, Qwen3VL, InternVL, LlavaNext, Gemma3, PaliGemma)
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+_VIDEO = "video_preprocessor_config.json"
 _CLASS = "processor_class"
 
 
@@ -31,7 +33,7 @@ def open_family(folder: Path) -> ImageFamily:
             f"tokenizer.processor: got {str(folder)!r}, which is no folder. Give the folder that `save_pretrained` of "
             "the processor has written, or that of the model"
         )
-    processor, image, tokenizer = (_read(folder / name) for name in _FILES)
+    processor, image, tokenizer, video = (_read(folder / name) for name in (*_FILES, _VIDEO))
     name = next((str(part[_CLASS]) for part in (processor, image, tokenizer) if part.get(_CLASS)), "")
     families = {name: family for family in FAMILIES for name in family.classes}
     if not name:
@@ -45,8 +47,9 @@ def open_family(folder: Path) -> ImageFamily:
             "its family, write a file in streampack/tokenizers/processors/ as the docstring of that folder says. Or "
             "encode the samples in your program: docs/reference/media.md"
         )
+    video = processor.get("video_processor") or video or image
     image = image | (processor.get("image_processor") or {})
-    return families[name](ProcessorFiles(image, processor, FolderFiles(folder)))
+    return families[name](ProcessorFiles(image, video, processor, FolderFiles(folder)))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from streampack.tokenizers.processors.gemma3 import TYPES
 from streampack.tokenizers.processors.image_family import ImageFamily, ImageTokens, ProcessorFiles
-from streampack.tokenizers.token_ids import Tokens
 
 _TEMPLATE = "".join(
     (
@@ -54,12 +53,12 @@ class PaliGemma(ImageFamily):
         """Return the tokens of an image, which do not depend on its size."""
         return ImageTokens(self.token, (self._length,), 1)
 
-    def fields(self, token: int) -> dict[str, dict[str, Any]]:
+    def fields(self, tokens: list[int]) -> dict[str, dict[str, Any]]:
         """Return the fields of a run: the types of tokens, and references."""
-        return super().fields(token) | {TYPES: {"dtype": "int64", "default": 1}}
+        return super().fields(tokens) | {TYPES: {"dtype": "int64", "default": 1}}
 
     def values_of(
-        self, tokens: Tokens, token: int, images: Sequence[ImageTokens], learned: NDArray[np.uint8]
+        self, is_image: NDArray[np.bool_], images: Sequence[ImageTokens], learned: NDArray[np.uint8]
     ) -> dict[str, NDArray[Any]]:
         """Return the type of each token: 0 for the question, 1 for the answer."""
         return {TYPES: learned.astype(np.int64)}

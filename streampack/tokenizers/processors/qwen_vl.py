@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: a grid of patches, and positions in time, height and width.
+"""Qwen2-VL and Qwen2.5-VL: a grid of patches, and positions in time, height and width.
 
 An image is scaled so that its sides are multiples of ``patch_size * merge_size`` and its area is within two limits. A
 square of ``merge_size`` patches on each side becomes one token. (transformers 5, ``smart_resize`` of
@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import ConfigError
 from streampack.tokenizers.processors.image_family import PIXELS, ImageFamily, ImageTokens, ProcessorFiles
-from streampack.tokenizers.token_ids import Tokens
 
 GRID = "image_grid_thw"
-_LONGEST_ASPECT = 200
+LONGEST_ASPECT = 200
 
 
 class QwenVL(ImageFamily):
     """Grids of patches, and three positions for each token."""
 
-    classes = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+    classes: ClassVar[tuple[str, ...]] = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.placeholder = self.token = files.token("image_token", "<|image_pad|>")
@@ -47,8 +46,8 @@ class QwenVL(ImageFamily):
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Return the sides of the scaled image."""
         longer, shorter = max(height, width), min(height, width)
-        if longer > _LONGEST_ASPECT * shorter:
-            raise ValueError(f"its sides have a ratio of {longer / shorter:.0f}, more than {_LONGEST_ASPECT}")
+        if longer > LONGEST_ASPECT * shorter:
+            raise ValueError(f"its sides have a ratio of {longer / shorter:.0f}, more than {LONGEST_ASPECT}")
         factor = self._patch * self._merge
         sides = round(height / factor) * factor, round(width / factor) * factor
         if sides[0] * sides[1] > self._most:
@@ -59,10 +58,10 @@ class QwenVL(ImageFamily):
             return tuple(math.ceil(side * scale / factor) * factor for side in (height, width))  # type: ignore[return-value]
         return sides
 
-    def fields(self, token: int) -> dict[str, dict[str, Any]]:
+    def fields(self, tokens: list[int]) -> dict[str, dict[str, Any]]:
         """Return the fields of a run: three positions, grids, and references."""
-        fields = super().fields(token)
-        fields[PIXELS]["placeholder"] = {"tokens": [token], "patches": self._merge**2}
+        fields = super().fields(tokens)
+        fields[PIXELS]["placeholder"] = {"tokens": tokens, "patches": self._merge**2}
         return {
             "position_ids": {"dtype": "int32", "shape": [3]},
             GRID: {"dtype": "int64", "axis": "item", "shape": [3]},
@@ -70,18 +69,17 @@ class QwenVL(ImageFamily):
         }
 
     def values_of(
-        self, tokens: Tokens, token: int, images: Sequence[ImageTokens], learned: NDArray[np.uint8]
+        self, is_image: NDArray[np.bool_], images: Sequence[ImageTokens], learned: NDArray[np.uint8]
     ) -> dict[str, NDArray[Any]]:
         """Return the positions of each token, [T, 3].
 
         A text token is one further than the token before it, along each axis. The tokens of an image begin at the same
-        place, and the text behind it begins after the longer side of its grid.
+        place, and the text behind it begins after the longer side of its grid. So do those of each part of a video.
         """
-        positions = np.empty((len(tokens), 3), np.int32)
-        of_images = np.flatnonzero(tokens == token)
+        positions = np.empty((len(is_image), 3), np.int32)
+        of_images = np.flatnonzero(is_image)
         place = used = current = 0
-        for image in images:
-            _, rows, columns = (int(side) for side in image.values[GRID])
+        for rows, columns in (image.values[GRID][1:] for image in images for _ in range(image.values[GRID][0])):
             rows, columns = rows // self._merge, columns // self._merge
             begin = int(of_images[used])
             positions[place:begin] = np.arange(current, current + begin - place)[:, np.newaxis]
@@ -91,5 +89,5 @@ class QwenVL(ImageFamily):
             positions[begin:place, 1] = current + np.repeat(np.arange(rows), columns)
             positions[begin:place, 2] = current + np.tile(np.arange(columns), rows)
             current += max(rows, columns)
-        positions[place:] = np.arange(current, current + len(tokens) - place)[:, np.newaxis]
+        positions[place:] = np.arange(current, current + len(is_image) - place)[:, np.newaxis]
         return {"position_ids": positions}

@@ -46,6 +46,26 @@ def check_images(model: Any, keywords: Mapping[str, Any]) -> None:
         )
 
 
+def with_videos(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a call with the videos of a pack apart, as models of Qwen take them.
+
+    A pack has images and videos one after another. The tokens that stand for them tell which are videos.
+    """
+    ids, pixels, grid = (keywords.get(name) for name in ("input_ids", "pixel_values", "image_grid_thw"))
+    token = getattr(model.config, "video_token_id", None)
+    if token is None or ids is None or pixels is None or grid is None or "pixel_values_videos" in keywords:
+        return keywords
+    if not (is_video := ids[0] == token).any():
+        return keywords
+    rows = grid.prod(-1)
+    tokens = rows // model.config.vision_config.spatial_merge_size**2
+    kinds = is_video[is_video | (ids[0] == model.config.image_token_id)][tokens.cumsum(0) - tokens]
+    of_rows = kinds.repeat_interleave(rows)
+    images = {"pixel_values": pixels[~of_rows], "image_grid_thw": grid[~kinds]}
+    videos = {"pixel_values_videos": pixels[of_rows], "video_grid_thw": grid[kinds]}
+    return {**keywords, **(dict.fromkeys(images) if kinds.all() else images), **videos}
+
+
 def with_image_masks(model: Any, keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of a call with the mask for tokens that see those after them, if the model has such tokens.
 

@@ -23,7 +23,7 @@ import torch
 
 from streampack.errors import UserError
 from streampack.views.isolation.hf_dependence import attention_of, check_once, inside, is_inside
-from streampack.views.isolation.hf_images import check_images, with_image_masks
+from streampack.views.isolation.hf_images import check_images, with_image_masks, with_videos
 
 log = logging.getLogger("streampack.hf")
 
@@ -61,7 +61,7 @@ def _guarded(call: Callable[..., Any], guarded: type) -> Callable[..., Any]:
             return call(self, *args, **_without_cache(model, args, keywords))
         _check_arguments(model, keywords)
         check_images(model, keywords)
-        keywords = with_image_masks(model, keywords)
+        keywords = with_image_masks(model, with_videos(model, keywords))
         return _call(call, self, args, _without_cache(model, args, keywords))
 
     return apart

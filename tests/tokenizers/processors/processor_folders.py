@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -16,7 +17,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from streampack.config.stream_settings import FieldSettings
 from streampack.config.typed_yaml import convert
 from streampack.core.model.fields import Field
-from streampack.tokenizers.base import Tokenizer
+from streampack.sources.formats.rows import RowReader
+from streampack.sources.records import Sample
+from streampack.sources.settings import SourceSettings
+from streampack.tokenizers.base import Tokenizer, TokenizerSettings
+from streampack.tokenizers.open_tokenizer import open_tokenizer
 from tests.tokenizers.trl_templates import source_of
 
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
@@ -74,6 +79,10 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "processor": "Qwen3VLProcessor", "image": "Qwen2VLImageProcessorPil", "template": "qwen3_vl",
         "special": QWEN, "settings": {"size": {"shortest_edge": 4096, "longest_edge": 65536}, "patch_size": 16},
         "model": _rope("Qwen3VL", patch_size=16),
+        "video": {
+            "video_processor_type": "Qwen3VLVideoProcessor", "size": {"shortest_edge": 4096, "longest_edge": 65536},
+            "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "max_frames": 12,
+        },
     },
     "internvl": {
         "processor": "InternVLProcessor", "image": "GotOcr2ImageProcessorPil", "template": INTERNVL,
@@ -112,6 +121,8 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "named": {"image_token": "<image>"}, "settings": {"size": {"height": 32, "width": 32}, "image_seq_length": 4},
     },
 }  # fmt: skip
+CHATS = int(os.environ.get("EXAMPLES", "12"))
+"""Random chats of each family."""
 _TEXTS = ["system user assistant\n", "what is this? a thing, a quick brown fox jumps over the lazy dog\n\n"]
 
 
@@ -140,6 +151,8 @@ def folder_of(name: str, folder: Path) -> Path:
     (folder / "processor_config.json").write_text(
         json.dumps({"processor_class": parts["processor"], **parts.get("keys", {})})
     )
+    if "video" in parts:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(parts["video"]))
     if parts["template"]:
         (folder / "chat_template.jinja").write_text(_template(parts["template"]))
     return folder
@@ -177,3 +190,15 @@ def oracle_of(folder: Path) -> Any:
 def given_fields(tokenizer: Tokenizer) -> list[Field]:
     """The fields that a run declares for the images of a tokenizer."""
     return [convert(dict(keys), FieldSettings, name).declared(name) for name, keys in tokenizer.image_fields.items()]
+
+
+def reader_of(folder: Path, **settings: Any) -> RowReader:
+    """Read rows with the fields that the family needs."""
+    tokenizer = open_tokenizer(TokenizerSettings(processor=str(folder)))
+    return RowReader(SourceSettings("python", path="rows", **settings), tokenizer, given_fields(tokenizer))
+
+
+def read(reader: RowReader, row: dict[str, Any]) -> Sample:
+    sample = reader(row)
+    assert isinstance(sample, Sample), (sample, getattr(sample, "why", ""))
+    return sample

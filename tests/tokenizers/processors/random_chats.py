@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,33 @@ def random_chat(folder: Path, seed: int) -> tuple[list[dict[str, Any]], list[str
         messages.append({"role": "user", "content": parts})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": _text(draw, seed)}]})
     return messages, order
+
+
+def video_file(folder: Path, draw: np.random.Generator, number: int) -> Path:
+    """Write a video of a random size, length and rate."""
+    av: Any = import_module("av")
+    height, width = (2 * int(side) for side in draw.integers(10, 60, 2))
+    path = folder / f"{number}.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=int(draw.choice([1, 5, 8, 24, 30])))
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        first = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        for at in range(int(draw.integers(2, 40))):
+            frame = av.VideoFrame.from_ndarray(np.roll(first, 3 * at, axis=1), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def video_chat(folder: Path, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A chat of one turn with up to two images and one or two videos; and its images and videos, in order."""
+    draw = np.random.default_rng(seed)
+    media = [{"type": "video", "path": str(video_file(folder, draw, 100 * seed + at))} for at in range(1 + seed % 2)]
+    media += [{"type": "image", "path": str(image_file(folder, draw, 100 * seed + 9 - at))} for at in range(seed % 3)]
+    parts = [media[at] for at in draw.permutation(len(media))]
+    parts.insert(int(draw.integers(len(parts) + 1)), {"type": "text", "text": _text(draw, 2 * seed)})
+    answer = {"role": "assistant", "content": [{"type": "text", "text": _text(draw, 2 * seed)}]}
+    return [{"role": "user", "content": parts}, answer], [part for part in parts if part["type"] != "text"]
 
 
 def chat_for(family: str, folder: Path, seed: int) -> tuple[list[dict[str, Any]], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -13,16 +12,16 @@ import pytest
 
 from streampack.core.media.references import Reference
 from streampack.media.processor import ProcessorDecoder
-from streampack.sources.formats.rows import RowReader
-from streampack.sources.records import Sample
-from streampack.sources.settings import SourceSettings
-from streampack.tokenizers.base import TokenizerSettings
-from streampack.tokenizers.open_tokenizer import open_tokenizer
-from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, given_fields, oracle_of, training_template
+from tests.tokenizers.processors.processor_folders import (
+    CHATS,
+    FOLDERS,
+    folder_of,
+    oracle_of,
+    read,
+    reader_of,
+    training_template,
+)
 from tests.tokenizers.processors.random_chats import chat_for, processed, random_chat
-
-CHATS = int(os.environ.get("EXAMPLES", "12"))
-"""Random chats of each family."""
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def folder_in(family: str, folder: Path) -> Path:
     return folder_of(family, folder / family)
-
-
-def reader_of(folder: Path, **settings: Any) -> RowReader:
-    """Read rows with the fields that the family needs."""
-    tokenizer = open_tokenizer(TokenizerSettings(processor=str(folder)))
-    return RowReader(SourceSettings("python", path="rows", **settings), tokenizer, given_fields(tokenizer))
-
-
-def read(reader: RowReader, row: dict[str, Any]) -> Sample:
-    sample = reader(row)
-    assert isinstance(sample, Sample), (sample, getattr(sample, "why", ""))
-    return sample
 
 
 def pixels_of(family: str, values: Any, own: list[Any]) -> Any:
@@ -101,6 +88,6 @@ def test_positions_are_those_of_the_model(family: str, folder: Path) -> None:
         sample = read(reader, {"messages": messages})
         if paths:
             ids = torch.tensor(sample.tokens)[None]
-            types = (ids == reader._tokenizer._token).int()  # type: ignore[attr-defined]
+            types = (ids == reader._tokenizer._image_ids[0]).int()  # type: ignore[attr-defined]
             expected, _ = rope(ids, types, image_grid_thw=torch.tensor(sample.fields["image_grid_thw"]))
             assert np.array_equal(sample.fields["position_ids"], expected[:, 0].T)

@@ -19,11 +19,13 @@ from torch.nn.functional import cross_entropy
 import streampack
 from streampack.config.daemon_settings import ProducerConfig
 from streampack.config.typed_yaml import convert
+from streampack.core.media.references import Reference
 from streampack.errors import UserError
+from streampack.media.processor import ProcessorDecoder
 from tests.docs.pages import ROOT
 from tests.integration.running import producing_here, running_broker
 from tests.tokenizers.processors.processor_folders import FOLDERS, folder_of, oracle_of
-from tests.tokenizers.processors.random_chats import chat_for, processed, random_chat
+from tests.tokenizers.processors.random_chats import chat_for, processed, random_chat, video_chat
 from tests.training.hf.processor_models import model_for
 from tests.training.proofs.processes import on_ranks
 
@@ -98,10 +100,44 @@ def test_a_pack_is_its_chats_alone(family: str, attention: str, tmp_path: Path) 
             torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
-def one_batch(folder: Path, chats: list[Any]) -> Any:
+@pytest.mark.usefixtures("only_float64")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_pack_with_videos_is_its_chats_alone(attention: str, tmp_path: Path) -> None:
+    folder = folder_of("qwen3_vl", tmp_path / "qwen3_vl")
+    model, oracle = model_for("qwen3_vl", folder, attention), oracle_of(folder)
+    chats = [video_chat(tmp_path, seed) for seed in range(4)]
+    batch = one_batch(folder, [chat for chat, _ in chats], budget=4096)
+    batch["pixel_values"] = batch["pixel_values"].double()
+    together, decode, alone = loss_of(model, **batch), ProcessorDecoder(folder), torch.zeros(()).double()
+    bounds, grids = batch["cu_seq_lens_q"].tolist(), iter(batch["image_grid_thw"])
+    for at, (_, number, *_) in enumerate(batch.sample_ids.tolist()):
+        ids, labels = (batch[key][:, bounds[at] : bounds[at + 1]].clone() for key in ("input_ids", "labels"))
+        labels[:, 0] = -100
+        types = (ids == oracle.image_token_id).int() + 2 * (ids == oracle.video_token_id).int()
+        inputs = dict[str, Any](input_ids=ids, mm_token_type_ids=types)
+        for part in chats[number][1]:
+            rows = torch.tensor(decode(Path(part["path"]).read_bytes(), Reference("a"))).double()
+            keys = (
+                ("pixel_values", "image_grid_thw")
+                if part["type"] == "image"
+                else ("pixel_values_videos", "video_grid_thw")
+            )
+            for key, value in zip(keys, (rows, next(grids)[None]), strict=True):
+                inputs[key] = torch.cat([inputs[key], value]) if key in inputs else value
+        alone = alone + loss_of(model, labels, **inputs)
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
+    gradients: Any = (
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) for loss in (together, alone)
+    )
+    for got, wanted in zip(*gradients, strict=True):
+        if got is not None:
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def one_batch(folder: Path, chats: list[Any], budget: int = 1024) -> Any:
     """The first pack of some chats, in their order."""
     with streampack.local(
-        [{"messages": chat} for chat in chats], tokenizer={"processor": str(folder)}, budget=1024, format="hf",
+        [{"messages": chat} for chat in chats], tokenizer={"processor": str(folder)}, budget=budget, format="hf",
         shuffle=False, prefetch=1,
     ) as loader:  # fmt: skip
         return next(iter(loader))
@@ -176,8 +212,9 @@ def test_the_two_files_and_the_loop_of_the_page_train_on_llava_rows(
         rows.append({"image": f"{number}.jpg", "conversations": turns} if number % 4 else {"conversations": turns[1:]})
     Path("data/llava-0.jsonl").write_text("\n".join(map(json.dumps, rows)))
     producer, broker = map(yaml.safe_load, of_page("yaml"))
-    image = streampack.sources.open_tokenizer(streampack.sources.TokenizerSettings(processor="model"))._token  # type: ignore[attr-defined]
-    broker["fields"]["pixel_values"]["placeholder"]["tokens"] = [image]
+    tokenizer = streampack.sources.open_tokenizer(streampack.sources.TokenizerSettings(processor="model"))
+    needed = tokenizer.image_fields
+    broker["fields"]["pixel_values"]["placeholder"] = needed["pixel_values"]["placeholder"]
     broker["rules"] |= {"step": {"packs": 1}, "budget": 512}
     loop, local, dummy = of_page("python")
     names: dict[str, Any] = {}
