@@ -241,7 +241,8 @@ def report(
     - first-fit decreasing over blocks of the window
 
     For a state_dir, it fits the cost of packs to the last step times. It says how
-    well the cost explains them, and what a better cost would gain.
+    well the cost explains them, and what a better cost would gain. A broker at an
+    address does not have these times.
 
     \b
     Example:
@@ -252,7 +253,7 @@ def report(
 
     run = plan_inputs.run_of(what, feed, timeout)
     folder = None if what is None or not Path(what).is_dir() else Path(what)
-    fit = None if folder is None else step_time_fit.fit_of(folder, feed)
+    fit = step_time_fit.OF_NO_LOG if folder is None else step_time_fit.fit_of(folder, feed)
     saved = savings.savings(run, micro_batch, savings.rate_of(run, gpus, tokens_per_second), fit)
     print_result(saved, as_json, savings.show_savings)
     if png is not None:

@@ -28,6 +28,9 @@ FEWEST = 30
 MOST_STEPS = 500
 """Steps that a fit uses: the last ones."""
 
+OF_NO_LOG: Tree = {"steps": 0, "why": "an address has no step times. Run 'streampack report STATE_DIR' for them"}
+"""In place of the fit of a run at a broker's address."""
+
 
 def fit_of(state_dir: Path, feed: str | None) -> Tree | None:
     """Return the fit of a feed's cost to its step times, for JSON; None without times.
