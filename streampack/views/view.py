@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
@@ -17,6 +18,10 @@ __all__ = ["View", "canonical"]
 
 _ON_HOST = frozenset({"sample_ids", "slices"})
 """Values that stay on the host: the host reads them, and must not wait for a device."""
+_HF = "cu_seq_lens_q"
+"""A key of the formats ``hf`` and ``hf_shifted``."""
+_ids_of_packs: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The token ids of all batches in these formats, by their ``id``."""
 
 
 class View(dict[str, Any]):
@@ -90,6 +95,7 @@ class View(dict[str, Any]):
         copied: Any = None,
     ) -> None:
         super().__init__(values or {})
+        self._note_ids()
         self.canonical, self.rest, self.rules, self.copied = canonical, dict(rest or {}), rules, copied
 
     def __getattr__(self, name: str) -> Any:
@@ -107,10 +113,16 @@ class View(dict[str, Any]):
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         for name, value in state[1].items():
             setattr(self, name, value)
-        if "cu_seq_lens_q" in self:  # of the format hf, and perhaps from another process
+        if _HF in self:  # perhaps from another process
+            self._note_ids()
             from streampack.views.isolation.hf_isolation import guard
 
             guard()
+
+    def _note_ids(self) -> None:
+        """Remember the token ids of a pack, so that a model can tell them from those of one text."""
+        if _HF in self and "input_ids" in self:
+            _ids_of_packs[id(self["input_ids"])] = self["input_ids"]
 
     def __repr__(self) -> str:
         return f"View({f'{summary(self.canonical)}, ' if self.canonical is not None else ''}{shapes_of(self)})"
@@ -188,3 +200,8 @@ def real_tokens(batch: Pack | View) -> int:
     """Return the number of real tokens of the whole pack, or 0 for a mapping made from a view; reads no device."""
     pack = batch.canonical if isinstance(batch, View) else batch
     return int(pack.cu_seqlens[-1]) if pack is not None else 0
+
+
+def is_of_pack(ids: object) -> bool:
+    """Return True if ``ids`` is the tensor ``input_ids`` of a batch in the format ``hf`` or ``hf_shifted``."""
+    return _ids_of_packs.get(id(ids)) is ids and ids is not None

@@ -24,6 +24,7 @@ import torch
 from streampack.errors import UserError
 from streampack.views.isolation.hf_dependence import attention_of, check_once, inside, is_inside
 from streampack.views.isolation.hf_images import check_images, with_image_masks, with_videos
+from streampack.views.view import is_of_pack
 
 log = logging.getLogger("streampack.hf")
 
@@ -55,7 +56,10 @@ def _guarded(call: Callable[..., Any], guarded: type) -> Callable[..., Any]:
         if torch.compiler.is_compiling():  # the call that is traced has been checked, and keeps no cache
             return call(self, *args, **keywords)
         model = getattr(self, "_orig_mod", self)
-        if not isinstance(model, guarded) or not (is_inside.get() or _has_pack(keywords)):
+        if not isinstance(model, guarded):
+            return call(self, *args, **keywords)
+        if not is_inside.get() and not _has_pack(keywords):
+            _check_ids(args, keywords)
             return call(self, *args, **keywords)
         if is_inside.get():
             return call(self, *args, **_without_cache(model, args, keywords))
@@ -77,6 +81,17 @@ def _has_pack(keywords: Mapping[str, Any]) -> bool:
         return False
     rows = positions[0] if positions.ndim == 3 and len(positions) == 4 else positions
     return rows.ndim == 2 and len(rows) == 1 and bool((rows[:, 1:] == 0).any())
+
+
+def _check_ids(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+    """Raise UserError for the token ids of a pack without what tells the samples apart; an own mask may do so."""
+    mask = keywords.get("attention_mask")
+    has_mask = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim < 3)
+    if not has_mask and is_of_pack(keywords.get("input_ids", args[0] if args else None)):
+        raise UserError(
+            "got the input_ids of a pack without its other keys, expected all of them, because without them its "
+            "samples attend to each other. Pass all keys: model(**batch)"
+        )
 
 
 def _call(call: Callable[..., Any], module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -203,6 +203,32 @@ def test_arguments_that_would_let_samples_see_each_other_are_refused(
         called(**{**batch, **arguments(model, batch)})
 
 
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, batch: model(input_ids=batch.input_ids, labels=batch.labels),
+        lambda model, batch: model(batch["input_ids"]),
+        lambda model, batch: model(batch.input_ids, position_ids=torch.arange(BUDGET)[None]),
+        lambda model, batch: model(batch.input_ids, attention_mask=torch.ones_like(batch.input_ids)),
+    ],
+)
+def test_token_ids_of_a_pack_without_its_other_keys_are_refused(call: Any, compiled: bool, sent: bool) -> None:
+    model, batch = hf.llama(), pack()
+    called = torch.compile(model, backend="eager") if compiled else model
+    with pytest.raises(UserError, match=r"got the input_ids of a pack without its other keys.*model\(\*\*batch\)"):
+        call(called, pickle.loads(pickle.dumps(batch)) if sent else batch.to("cpu"))
+
+
+def test_token_ids_of_a_pack_are_taken_with_an_own_mask_that_keeps_samples_apart() -> None:
+    model, batch = hf.llama().eval(), pack()
+    mask = streampack.block_causal_mask(batch)
+    mask = mask if mask.ndim == 4 else mask[None, None]
+    made = model(batch.input_ids, position_ids=batch.position_ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(made, model(**batch).logits)
+
+
 @pytest.mark.parametrize(("first", "step", "refused"), [(20, 1, False), (7, 0, True), (0, 2, True)])
 def test_own_positions_that_do_not_show_the_samples_are_refused(first: int, step: int, refused: bool) -> None:
     rows = [{"tokens": ids, "position_ids": [first + step * place for place in range(len(ids))]} for ids in ROWS]
