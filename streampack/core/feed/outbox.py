@@ -27,7 +27,7 @@ Ended = tuple[int, bytes]
 """The end of the feed: (number of steps, digest of all)."""
 
 
-class _Waiting(NamedTuple):
+class _OutboxItem(NamedTuple):
     """A step that waits until the record ``lsn`` is safe, and for the plan of its ``request``."""
 
     lsn: int
@@ -44,14 +44,14 @@ class Outbox:
 
     def __init__(self, readers: Readers, history: History, journal: Journal, leases: Leases) -> None:
         self._readers, self._history, self._journal, self._leases = readers, history, journal, leases
-        self._waiting = deque[_Waiting]()
+        self._waiting = deque[_OutboxItem]()
 
     def put(self, item: PlannedStep | Ended, request: GroupRequest | None = None) -> None:
         """Add a step or the end; it waits until every record that was appended so far is safe.
 
         A step also waits for the plan of its ``request``.
         """
-        self._waiting.append(_Waiting(self._journal.next_lsn - 1, item, request))
+        self._waiting.append(_OutboxItem(self._journal.next_lsn - 1, item, request))
 
     def hand_out(self) -> list[Effect]:
         """Give readers the steps whose records are safe and whose payload has come; release returned steps."""
