@@ -133,7 +133,7 @@ class Credits:
             ended=self._needs_no_more(p), write=keys.safe_write(self._journal.safe_upto),
             keys_full=keys_full, granted=self._granted_tickets(p),
             policy_version=self._announced[stream.feed].version if stream.feed in self._announced else msgspec.UNSET,
-            policy_number=self._num_told, wanted=wanted,
+            policy_number=self._num_told, wanted=wanted or msgspec.UNSET,
         )  # fmt: skip
         return self.send(holder.peer, flow, intake.session)
 

@@ -273,7 +273,7 @@ class Flow(PartitionMessage, frozen=True, kw_only=True):
         granted: Number of tickets that the program was given (``Start``); absent if it has not asked.
         policy_number: Number of that policy, in the order in which this broker has told policies. A message with a
             lower number than before is out of date.
-        wanted: True if the merge waits for the next sample of the partition.
+        wanted: True if the merge waits for the next sample of the partition; absent otherwise.
     """
 
     TYPE: ClassVar[int] = 11
@@ -288,7 +288,7 @@ class Flow(PartitionMessage, frozen=True, kw_only=True):
     policy_version: Count | UnsetType = msgspec.UNSET
     granted: Count | UnsetType = msgspec.UNSET
     policy_number: Count = 0
-    wanted: bool = False
+    wanted: bool | UnsetType = msgspec.UNSET
 
 
 class Revoke(PartitionMessage, frozen=True, kw_only=True):

@@ -199,7 +199,7 @@ class ProducerSession(Sender):
         held_lease.window.widen(flow)
         if not flow.ended:
             sent = self._send_held(held_lease)
-            return [ReadFirst((flow.stream, flow.partition), session)] if flow.wanted and not sent else sent
+            return [ReadFirst((flow.stream, flow.partition), session)] if flow.wanted is True and not sent else sent
         early = not held_lease.ended  # the feed ends before the stream does
         if held_lease.phases.now is not LeasePhase.SETTLED:
             held_lease.close(LeasePhase.SETTLED)

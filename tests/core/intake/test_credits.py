@@ -113,7 +113,7 @@ class ManyStreams(Shell):
                 self.reads.sort(key=lambda read: (read.lease.stream, read.lease.partition) != effect.key)
 
     def carry(self, effect: Sending, envelope: Envelope) -> bool:
-        self.wanted += isinstance(envelope.message, Flow) and envelope.message.wanted
+        self.wanted += isinstance(envelope.message, Flow) and envelope.message.wanted is True
         self.to_producer(FromBroker(envelope))
         return True
 

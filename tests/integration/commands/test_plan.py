@@ -97,6 +97,7 @@ def test_a_broker_knows_the_lengths_that_it_has_served(
     files: Path, served: RunningBroker, snapshot: dict[str, Any]
 ) -> None:
     by_log, by_status = ask("report", files / "state"), ask("report", served.http)
+    assert "an address has no step times" in by_status["fit"]["why"]
     assert sum(row[0] for row in snapshot["lengths"]) == snapshot["totals"]["samples"]
     assert sum(row[1] for row in snapshot["lengths"]) == snapshot["totals"]["tokens"]
     assert {name: by_status["run"][name] for name in by_log["run"]} == by_log["run"], "a broker may know GPU hours, too"

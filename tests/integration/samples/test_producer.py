@@ -222,7 +222,7 @@ def test_the_partition_that_the_broker_wants_is_read_before_those_that_were_leas
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
-        until(lambda: broker.heard_of(ProducerPing))
+        until(lambda: broker.heard_of(ProducerPing) > 0)
         more: dict[str, Any] = {
             "stream": "text",
             "expected_seq": 0,
