@@ -421,6 +421,7 @@ def a_feed_goes_back_without_new_sessions(patch: Patch) -> None:
 @mutant("rounds", first=26)
 def a_choice_from_before_a_feed_went_back_is_taken(patch: Patch) -> None:
     def formed(original: Any, self: Feed, event: Formed) -> Any:
+        assert isinstance(event.request, Request)
         self.planner.forming = event.request
         return original(self, event)
 
@@ -453,7 +454,7 @@ def samples_are_lost_that_were_said_to_be_safe(patch: Patch) -> None:
 @mutant("R2")
 def a_step_goes_out_before_its_record_is_safe(patch: Patch) -> None:
     def hand_out(original: Any, self: Outbox) -> Any:
-        self._waiting = deque((-1 if isinstance(what, PlannedStep) else lsn, what) for lsn, what in self._waiting)
+        self._waiting = deque(i._replace(lsn=-1) if isinstance(i.step, PlannedStep) else i for i in self._waiting)
         return original(self)
 
     wrap(patch, Outbox, "hand_out", hand_out)
@@ -491,7 +492,7 @@ def the_end_is_recorded_each_time(patch: Patch) -> None:
 @mutant("R8", first=7)
 def the_end_goes_out_before_its_record_is_safe(patch: Patch) -> None:
     def hand_out(original: Any, self: Outbox) -> Any:
-        self._waiting = deque((lsn if isinstance(what, PlannedStep) else -1, what) for lsn, what in self._waiting)
+        self._waiting = deque(i if isinstance(i.step, PlannedStep) else i._replace(lsn=-1) for i in self._waiting)
         return original(self)
 
     wrap(patch, Outbox, "hand_out", hand_out)

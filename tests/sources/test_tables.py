@@ -58,7 +58,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"web": FRAME["text"]}, r"web: got a Series, expected rows.*series\.tolist\(\)"),
     (pa.table({"text": ["ab"]}), r"data: got a Table, expected rows.*table\.to_pylist\(\)"),
     (pa.chunked_array([["ab"]]), r"data: got a ChunkedArray, expected rows.*to_pylist\(\)"),
-    (torch.utils.data.DataLoader([[3, 4]]), r"data: got a DataLoader, which yields batches.* Pass its dataset"),
+    (
+        torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2))),
+        r"data: got a DataLoader, which yields batches.* Pass its dataset",
+    ),
 ]
 
 
