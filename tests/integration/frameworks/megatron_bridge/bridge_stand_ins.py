@@ -12,15 +12,16 @@ import queue
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from tests.integration.frameworks.cuda_stand_ins import replace_cuda_calls
 
 ABSENT = ("transformer_engine", "megatron.energon")
 BEFORE = (
@@ -66,22 +67,6 @@ class Absent(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-class Waiting:
-    """An event or a stream, for which nothing waits."""
-
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def nothing(self, *_: Any) -> None:
-        """Return at once."""
-
-    record = wait = synchronize = wait_stream = wait_event = record_event = nothing
-
-    def query(self) -> bool:
-        return True
-
-
 def import_bridge() -> None:
     """Import Bridge, and all that its loop imports."""
     warnings.simplefilter("ignore")
@@ -98,21 +83,7 @@ def import_bridge() -> None:
 
 def replace_cuda() -> None:
     """Put the stand-ins for calls of CUDA in place, in the process of a rank."""
-    properties = SimpleNamespace(major=9, minor=0, name="a processor", multi_processor_count=1, total_memory=1 << 30)
-    stream = Waiting()
-    nothing: dict[str, Any] = {
-        "is_available": True, "current_device": "cpu", "synchronize": None, "memory_allocated": 0, "empty_cache": None,
-        "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0, "reset_peak_memory_stats": None,
-        "current_stream": stream, "default_stream": stream, "set_device": None, "get_device_properties": properties,
-        "get_device_capability": (9, 0), "device_count": 1, "memory_stats": {}, "_lazy_init": None,
-    }  # fmt: skip
-    for name, value in nothing.items():
-        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
-    torch.cuda.Event = torch.cuda.Stream = Waiting  # type: ignore[assignment, misc]
-    torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment]
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    replace_cuda_calls()
     optimizer: Any = torch.optim.Optimizer
     optimizer._accelerator_graph_capture_health_check = lambda *_: None
     for module, names in (
