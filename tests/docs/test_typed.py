@@ -53,47 +53,61 @@ ELSEWHERE = {
     "docs/get-started/resume.md": "tests/docs/test_first_run.py",
     "docs/how-to/loss-rose.md": "tests/docs/test_loss_rose.py",
     "docs/how-to/observe.md": "tests/integration/watching/test_prometheus.py",
+    "docs/how-to/slurm.md": "tests/docs/test_slurm.py",
+    "docs/how-to/accelerate.md": "tests/integration/frameworks/test_frameworks_torch.py",
+    "docs/migrate/from-dataloader.md": "tests/docs/test_migrations.py",
+    "docs/migrate/from-streaming-loaders.md": "tests/docs/test_migrations.py",
+    "docs/migrate/from-trl-packing.md": "tests/docs/test_isolation.py",
 }
-"""Pages whose blocks another file of tests types, one after the other."""
+"""Pages whose blocks another file of tests types, or whose programs it runs."""
 PROGRAMS = {
     "git clone URL": "tests/integration/commands/test_demo.py",
     "streampack demo --steps 50": "tests/integration/commands/test_demo.py",
     "mkdir ../rl-loop": "tests/training/test_rl_loop.py",
     "# terminal 1": "tests/training/test_rl_loop.py",
     "python -c 'for i in range(2000)": "tests/integration/frameworks/jax/test_jax.py",
+    "streampack set rules budget=32768": "tests/docs/test_change_page.py",
+    "export STREAMPACK_MODEL_CONFIG=": "tests/integration/watching/test_http.py",
     "streampack broker -c broker.yaml --standby": "tests/integration/faults/test_host_loss.py",
     "export STREAMPACK_ENDPOINT=tcp://node0:7402,tcp": "tests/integration/faults/test_host_loss.py",
 }
-"""Blocks whose programs take long, and the tests that run the same programs with other sizes and ports."""
-ALONE = (
-    "export STREAMPACK_RELAY=",
-    "streampack broker -c broker.yaml\nstreampack produce",
-    "streampack check broker.yaml producer.yaml   #",
-    "streampack check broker.yaml\n",
-    "streampack check producer.yaml --samples 2",
-    "streampack export slurm",
-    "streampack export systemd",
-    "streampack keys new keys relays --role relay   ",
-    "streampack keys new keys tokenizers",
-    "streampack keys revoke",
-    "streampack keys token http.token\nSTREAMPACK",
-    "streampack report shared/grpo/state",
-    "streampack run -c broker.yaml -- python train.py",
-)
-"""Blocks with a test of their own."""
-ENDED = (
-    "streampack why --step 1200 --dp 3", "streampack replay --step 1200", "streampack why --step 123",
-    "streampack report state/sft-8b", "streampack plan -c producer.yaml",
-)  # fmt: skip
-"""Blocks about a run that has ended."""
-LIVE = ("streampack status ", "streampack set rules", "streampack plan --stage")
-"""Blocks about a run that trains."""
+"""Blocks whose programs or settings other tests use, with other sizes and ports, and these tests."""
+ALONE = {
+    "export STREAMPACK_RELAY=": "how-to/deploy",
+    "streampack broker -c broker.yaml\nstreampack produce": "how-to/pretraining-mixture",
+    "streampack check broker.yaml producer.yaml   #": "README",
+    "streampack check broker.yaml\n": "how-to/change-a-run",
+    "streampack check producer.yaml --samples 2": "how-to/sft-hf-trl",
+    "streampack export alerts": "how-to/upgrade",
+    "streampack export systemd": "how-to/systemd",
+    "streampack keys new keys relays --role relay   ": "how-to/secure",
+    "streampack keys new keys tokenizers": "how-to/secure",
+    "streampack keys revoke": "how-to/secure",
+    "streampack keys token http.token\nSTREAMPACK": "how-to/secure",
+    "streampack report shared/grpo/state": "how-to/shared-prefixes",
+    "streampack run -c broker.yaml -- python train.py": "how-to/rl-grpo",
+    "streampack status --json": "how-to/choose-packing",
+}
+"""Blocks with a test of their own, and their pages."""
+ENDED = {
+    "streampack why --step 1200 --dp 3": "how-to/resume-and-elastic",
+    "streampack replay --step 1200": "concepts/determinism",
+    "streampack why --step 123": "how-to/change-a-run",
+    "streampack report state/sft-8b": "how-to/plan",
+    "streampack plan -c producer.yaml": "how-to/plan",
+    "streampack plan -c producer.yaml -c broker.yaml --mesh": "how-to/choose-packing",
+}
+"""Blocks about a run that has ended, and their pages."""
+LIVE = {"streampack status ": "how-to/observe", "streampack plan --stage": "how-to/change-a-run"}
+"""Blocks about a run that trains, and their pages."""
 
 
 def block(starts: str) -> Block:
-    """Return the first block of commands that begins so."""
-    assert starts in (*ALONE, *ENDED, *LIVE), f"add {starts!r} to ALONE"
-    return next(each for each in BASH if each.code.startswith(starts))
+    """Return the first block of commands of its page that begins so."""
+    pages = ALONE | ENDED | LIVE
+    assert starts in pages, f"add {starts!r} to ALONE"
+    page = pages[starts]
+    return next(each for each in BASH if each.page.endswith(f"{page}.md") and each.code.startswith(starts))
 
 
 def here(code: str, **places: str) -> str:
@@ -134,7 +148,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("starts", ENDED)
+@pytest.mark.parametrize("starts", list(ENDED))
 def test_a_page_asks_a_run_that_has_ended(starts: str, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ended)
     answered(here(block(starts).code, step="120"))
@@ -176,7 +190,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
                 break
 
 
-@pytest.mark.parametrize("starts", LIVE)
+@pytest.mark.parametrize("starts", list(LIVE))
 def test_a_page_asks_or_changes_a_run_that_trains(
     starts: str, live: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +199,15 @@ def test_a_page_asks_or_changes_a_run_that_trains(
     (tmp_path / "anneal.yaml").write_text("weights: {code: 0.8, web: 0.2}\n")
     code = here(block(starts).code, http=live.http, once=" --once")
     answered(code)
+
+
+def test_a_page_reads_the_figures_of_a_run_while_it_trains_and_after_it(
+    live: RunningBroker, ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STREAMPACK_HTTP", live.http)
+    (tmp_path / "state").symlink_to(ended / "state/sft-8b")
+    answered(block("streampack status --json").code)
 
 
 def file_of(page: str, name: str, number: int = 0) -> dict[str, Any]:
@@ -262,6 +285,7 @@ def test_chats_are_shown_with_their_masks(readme: Path, tmp_path: Path, monkeypa
     (tmp_path / "data").mkdir()
     rows = "".join(json.dumps({"messages": turns("who?", "a model")}) + "\n" for _ in range(20))
     (tmp_path / "data/chats-0.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    (tmp_path / "data/held-out.jsonl").write_text(rows)
     write(tmp_path / "producer.yaml", file_of("docs/how-to/sft-hf-trl.md", "producer.yaml"))
     (tmp_path / "models").symlink_to(readme / "models")
     answered(block("streampack check producer.yaml --samples 2").code)
@@ -340,15 +364,15 @@ def test_keys_are_made_shown_used_and_revoked(tmp_path: Path, monkeypatch: pytes
 
 
 def test_exports_have_the_files_that_pages_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands of systemd and Kubernetes are read instead of run: each name must be one of the export."""
+    """Commands of systemd, Kubernetes and Docker are read instead of run: each name must be one of the export."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "broker.yaml", {"run": "my-run", "state_dir": "/state", "streams": {"web": {}}})
     web = {"source": "jsonl", "shards": "/data/*.jsonl"}
     write(tmp_path / "producer.yaml", {"broker": "tcp://x:7401", "streams": {"web": web}})
     (tmp_path / "train.py").touch()
-    answered(here(block("streampack export slurm").code, dir="slurm"))
-    assert Path("run.sbatch").exists()
-    monkeypatch.chdir(tmp_path)
+    answered(here(block("streampack export alerts").code, dir="watch"))
+    assert Path("watch/alerts.yaml").exists()
+    assert Path("watch/dashboards/streampack.json").exists()
     units = here(block("streampack export systemd").code, dir="systemd").replace(" /etc/", " etc/")
     copies, enable = units[: units.index("sudo systemctl")], units[units.index("sudo systemctl") :]
     (tmp_path / "etc/systemd/system").mkdir(parents=True)
@@ -357,13 +381,22 @@ def test_exports_have_the_files_that_pages_use(tmp_path: Path, monkeypatch: pyte
         template, run = name.split("@")
         assert (tmp_path / f"etc/systemd/system/{template}@.service").exists()
         assert (tmp_path / f"etc/streampack/{run}").is_dir()
-    for each in (block for block in BASH if "kubectl" in block.code or "DIR/components" in block.code):
-        others = [line for line in here(each.code, dir="k8s").splitlines() if not line.startswith("kubectl")]
+    for each in filter(clustered, BASH):
+        others = [
+            line for line in here(each.code, dir="k8s").splitlines() if not line.startswith(("kubectl", "docker"))
+        ]
         answered("\n".join(others))
         monkeypatch.chdir(tmp_path)
         for words in lines(here(each.code, dir="k8s")):
             if words[0] == "kubectl":
                 kubectl(words[1:], tmp_path)
+            elif words[0] == "docker":
+                docker(words[1:], tmp_path)
+
+
+def clustered(each: Block) -> bool:
+    """If a block has commands of Kubernetes or Docker."""
+    return any(text in each.code for text in ("kubectl", "DIR/components", "docker "))
 
 
 def kubectl(words: list[str], folder: Path) -> None:
@@ -391,10 +424,21 @@ def kubectl(words: list[str], folder: Path) -> None:
             pytest.fail(f"no such command here: {words}")
 
 
+def docker(words: list[str], folder: Path) -> None:
+    """Assert that the file that a command of docker names is in the export or in the repository."""
+    file = next(
+        path for path in (folder / words[words.index("-f") + 1], ROOT / words[words.index("-f") + 1]) if path.exists()
+    )
+    if "--profile" in words:
+        services = yaml.safe_load(file.read_text())["services"].values()
+        assert any(words[words.index("--profile") + 1] in service.get("profiles", []) for service in services)
+
+
 def test_packages_of_the_pages_can_be_installed() -> None:
     """As a dry run: extras that streampack does not have, or a version that nobody has, would be said."""
     pip = [line for each in BASH for line in each.code.splitlines() if line.startswith("pip install")]
-    words = {word for line in lines("\n".join(pip)) for word in line[2:]}
+    words = {word.replace("/shared/streampack", ".") for line in lines("\n".join(pip)) for word in line[2:]}
+    words = {word for word in words if not word.startswith(("-", "https://"))}  # any index
     assert len(words) > 4
     dry = ["--dry-run", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     done = subprocess.run(
@@ -435,9 +479,8 @@ def test_an_example_runs_from_an_empty_folder(name: str, tmp_path: Path) -> None
 def test_every_block_of_commands_runs() -> None:
     """Here, in another file of tests, or line by line in other blocks; or its page says why it does not."""
     by_others = [each for each in BASH if each.page in ELSEWHERE]
-    here = [next(each for each in BASH if each.code.startswith(starts)) for starts in (*ALONE, *ENDED, *LIVE)]
-    clusters = [each for each in BASH if "kubectl" in each.code or "DIR/components" in each.code]
-    done = {line for each in (*by_others, *here, *clusters) for line in plain(each)}
+    here = [block(starts) for starts in ALONE | ENDED | LIVE]
+    done = {line for each in (*by_others, *here, *filter(clustered, BASH)) for line in plain(each)}
     done |= {"python -m venv .venv", "source .venv/bin/activate"}
     left = [
         str(each)
