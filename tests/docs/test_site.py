@@ -27,12 +27,17 @@ PUBLIC = [f"streampack.{name}" for name in streampack.__all__]
 PUBLIC += [name for page in api_index.PAGES for name in api_index.documented(page) if name != "streampack.local.local"]
 PUBLIC += [f"streampack.errors.{name}" for name, kind in vars(errors).items() if isinstance(kind, type)]
 FOUND = {
-    "oom": "concepts/memory", "out of memory": "concepts/memory", "migrate": "how-to/frameworks",
-    "limits": "concepts/exactly-once", "slurm": "how-to/deploy", "resume": "get-started/resume",
-    "sequence parallel": "how-to/dynamic-cp", "loss mask": "reference/rows", "webdataset": "how-to/pretraining-mixture",
-    "packing": "concepts/packing", "kubernetes": "how-to/run-on-kubernetes",
-    "nccl timeout": "how-to/resume-and-elastic", "loss spike": "how-to/loss-rose", "trl": "how-to/sft-hf-trl",
-    "accelerate": "how-to/frameworks", "memory": "concepts/memory",
+    "oom": "how-to/troubleshooting", "out of memory": "concepts/memory", "migrate": "migrate/from-dataloader",
+    "dataloader": "migrate/from-dataloader", "limits": "reference/limits", "slurm": "how-to/slurm",
+    "resume": "get-started/resume", "sequence parallel": "how-to/dynamic-cp", "loss mask": "reference/rows",
+    "webdataset": "how-to/pretraining-mixture", "packing": "concepts/packing",
+    "kubernetes": "how-to/run-on-kubernetes", "nccl timeout": "how-to/resume-and-elastic",
+    "loss spike": "how-to/loss-rose", "trl": "how-to/sft-hf-trl", "accelerate": "how-to/accelerate",
+    "memory": "concepts/memory", "faq": "how-to/troubleshooting", "upgrade": "how-to/upgrade",
+    "sizing": "how-to/sizing", "how much memory": "how-to/sizing", "docker": "how-to/docker",
+    "systemd": "how-to/systemd", "axolotl": "migrate/from-trl-packing", "mosaicml": "migrate/from-streaming-loaders",
+    "learning rate": "how-to/packing-and-learning", "cu_seqlens": "reference/packs",
+    "plan_step": "how-to/plan-one-step", "padded": "how-to/padded-rows",
 }  # fmt: skip
 """Words that users type, and the page that must be among the first three results."""
 SEARCH = """(async () => {
