@@ -60,7 +60,9 @@ def frames_of(data: bytes, size: VideoSize, places: Sequence[int]) -> list[NDArr
                     frames[number] = frame.to_ndarray(format="rgb24")
                 if number >= places[-1]:
                     break
-        except ValueError as error:  # the errors of PyAV for damaged data
+        except Exception as error:
+            if not _is_of_data(error):
+                raise
             raise BadImage("video_unreadable", f"frame {len(frames)} cannot be decoded ({_text(error)})") from None
     if len(frames) < len(wanted):
         raise BadImage("video_unreadable", f"it ends before frame {places[-1]} of {size.frames}, as its header says")
@@ -78,6 +80,8 @@ def _header(file: Any) -> VideoSize:
         if not container.streams.video:
             raise BadImage("video_unreadable", "it has no frames, only sound")
         stream = container.streams.video[0]
+        if stream.codec_context is None:
+            raise BadImage("video_unreadable", "PyAV has no decoder for its frames")
         size = VideoSize(stream.height, stream.width, stream.frames, float(stream.average_rate or 0))
     if size.frames < 1 or size.fps <= 0:
         raise BadImage("video_frames", f"its header says {size.frames} frames, at {size.fps:g} a second")
@@ -97,11 +101,18 @@ def _opened(file: Any) -> Any:
             f"tokenizer.processor: videos need PyAV, which cannot be imported ({error}). Run `pip install av`"
         ) from error
     try:
-        return av.open(file)
-    except ValueError as error:
+        return av.open(file, metadata_errors="replace")
+    except Exception as error:
+        if not _is_of_data(error):
+            raise
         raise BadImage(
             "video_unreadable", f"the bytes are no video that PyAV knows, or end too early ({_text(error)})"
         ) from None
+
+
+def _is_of_data(error: Exception) -> bool:
+    """Return True for an error of PyAV, which damaged data cause; the file raises its own errors."""
+    return isinstance(error, import_module("av").error.FFmpegError)
 
 
 def _text(error: Exception) -> str:

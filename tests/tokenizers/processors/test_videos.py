@@ -170,6 +170,40 @@ def test_videos_that_cannot_be_used_are_rejected_with_a_reason(
     assert "\n" not in rejected.why
 
 
+def test_damaged_headers_reject_a_video_whatever_error_pyav_has_for_them(folder: Path, tmp_path: Path) -> None:
+    """PyAV raises errors of many classes, also EOFError and MemoryError; no damage is a failure of the store."""
+    whole, reader = video_file(tmp_path, np.random.default_rng(0), 0).read_bytes(), reader_of(folder)
+    moov, draw, reasons = whole.index(b"moov"), np.random.default_rng(1), set[str]()
+    damaged = [whole[:length] for length in range(moov, len(whole), 19)]
+    for _ in range(200):
+        flipped = np.frombuffer(whole, np.uint8).copy()
+        flipped[draw.integers(moov, len(whole), 3)] = draw.integers(0, 256, 3)
+        damaged.append(flipped.tobytes())
+    for data in damaged:
+        row = {**chat_of(""), "videos": [data]}
+        if isinstance(rejected := reader(row), str):
+            reasons.add(str(rejected))
+    assert reasons >= {"video_unreadable", "video_frames"}
+
+
+def test_a_video_whose_tags_are_no_utf_8_is_read(folder: Path, tmp_path: Path) -> None:
+    av: Any = import_module("av")
+    path = tmp_path / "tags.mp4"
+    with av.open(str(path), "w") as container:
+        container.metadata["title"] = "TITLE"
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv420p"
+        for _ in range(8):
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    data = path.read_bytes().replace(b"TITLE", b"T\xefTLE")
+    path.write_bytes(data)
+    sample = read(reader_of(folder), chat_of(str(path)))
+    pixels = ProcessorDecoder(folder)(data, Reference(str(path)))
+    assert len(pixels) == np.asarray(sample.fields["patches"]).sum()
+
+
 def test_counts_of_videos_other_processors_and_a_missing_av_are_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
