@@ -326,7 +326,7 @@ class Fetcher:
         self.fetched_bytes += len(data)
         try:
             value = np.asarray(self._decode(data, item.reference))
-        except (ImportError, MemoryError):
+        except (ConfigError, ImportError, MemoryError):
             raise
         except Exception as error:
             raise Undecodable(f"the decoder raised {type(error).__name__}: {_text(error)}") from error

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from streampack.core.media.references import Reference
 from streampack.errors import ConfigError, StreampackError, UserError
 from streampack.sources.files.image_files import BadImage, as_image, decoded
-from streampack.sources.files.video_files import frames_of, header_of
+from streampack.sources.files.video_files import begins_as_video, frames_of, header_of
 from streampack.tokenizers.processors.image_family import PIXELS, VideoSize
 from streampack.tokenizers.processors.open_family import open_family
 
@@ -60,7 +60,10 @@ class ProcessorDecoder:
         except BadImage as bad:
             if not self._family.video_token or bad.reason != "image_unreadable":
                 raise
-            return self._of_video(data)
+            try:
+                return self._of_video(data)
+            except (BadImage, ConfigError) as other:  # a damaged image, whose error needs no PyAV
+                raise (other if begins_as_video(data) else bad) from None
         return self._pixels(image)
 
     def _of_video(self, data: bytes) -> NDArray[Any]:

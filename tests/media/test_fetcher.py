@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from streampack.core.media.references import Reference
-from streampack.errors import MediaError
+from streampack.errors import ConfigError, MediaError
 from streampack.media.fetcher import Fetcher
 from tests.integration.running import until
 from tests.sources.faulty_store import BUSY, faulty_store
@@ -191,7 +191,10 @@ def test_an_item_of_another_shape_is_named(files: list[Reference], drops: bool) 
     fetcher.close()
 
 
-@pytest.mark.parametrize("error", [MemoryError("no room"), ImportError("no PIL"), OSError(24, "Too many open files")])
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("no room"), ImportError("no PIL"), ConfigError("no PyAV"), OSError(24, "Too many open files")],
+)
 def test_no_item_is_dropped_for_an_error_of_the_machine(
     files: list[Reference], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ samples (``frames_of``). A header without the number of frames, as those of mkv 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -22,6 +23,9 @@ from streampack.tokenizers.processors.image_family import VideoSize
 
 MOST_FRAMES = 1 << 20
 """Frames of a video: 9 hours at 30 frames a second."""
+
+_BEGIN = re.compile(rb".{4}(ftyp|moov|mdat|wide|free|skip)|RIFF.{4}AVI ", re.DOTALL)
+"""The first bytes of mp4, mov and avi files."""
 
 
 def video_of(reference: Reference) -> VideoSize:
@@ -72,6 +76,11 @@ def frames_of(data: bytes, size: VideoSize, places: Sequence[int]) -> list[NDArr
 def header_of(data: bytes) -> VideoSize:
     """Return what the header of a video says, of all its bytes. Raises BadImage."""
     return _header(io.BytesIO(data))
+
+
+def begins_as_video(data: bytes) -> bool:
+    """Return True for bytes that begin as the usual videos do, whose header has the number of frames."""
+    return _BEGIN.match(data) is not None
 
 
 def _header(file: Any) -> VideoSize:

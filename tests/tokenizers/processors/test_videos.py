@@ -20,11 +20,12 @@ from streampack.core.media.references import Reference
 from streampack.core.stats.sample_warnings import VIDEO_AT_OTHER_RATE
 from streampack.errors import ConfigError
 from streampack.media.processor import ProcessorDecoder
+from streampack.sources.files.image_files import BadImage
 from streampack.sources.files.video_files import frames_of, header_of
 from streampack.tokenizers.processors.image_family import VideoSize
 from streampack.tokenizers.processors.open_family import open_family
 from tests.tokenizers.processors.processor_folders import CHATS, FOLDERS, folder_of, oracle_of, read, reader_of
-from tests.tokenizers.processors.random_chats import video_chat, video_file
+from tests.tokenizers.processors.random_chats import image_file, video_chat, video_file
 
 RECORDED: list[Any] = [
     ((341, 257, 205, 8.0), 12, 1224, [64, 64]), ((128, 24, 31, 1.0), 12, 180, [160, 32]),
@@ -230,3 +231,19 @@ def test_a_video_that_ends_before_its_header_says_is_an_error_of_the_decoder(fol
     data[begin + 400 : data.index(b"moov") - 4] = bytes(data.index(b"moov") - 4 - begin - 400)
     with pytest.raises(ValueError, match=r"ends before frame \d+ of \d+|cannot be decoded"):
         ProcessorDecoder(folder)(bytes(data), Reference("a.mp4"))
+
+
+@pytest.mark.parametrize("has_av", [True, False])
+def test_a_damaged_image_is_named_an_image_and_a_video_without_pyav_is_an_error_of_the_machine(
+    folder: Path, tmp_path: Path, has_av: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, video = ProcessorDecoder(folder), video_file(tmp_path, np.random.default_rng(0), 0).read_bytes()
+    image = image_file(tmp_path, np.random.default_rng(6), 0).read_bytes()
+    if not has_av:
+        monkeypatch.setitem(sys.modules, "av", None)
+    for damaged in (b"<html>not found</html>", image[:20]):
+        with pytest.raises(BadImage) as bad:
+            decode(damaged, Reference("a.png"))
+        assert bad.value.reason == "image_unreadable"
+    with pytest.raises(BadImage if has_av else ConfigError, match="PyAV"):
+        decode(video[:-300], Reference("a.mp4"))
