@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-BOOSTS = {"get-started/": 4, "migrate/": 3, "how-to/": 3, "concepts/": 2, "reference/": 1, "repository/benchmarks/": 0.001}
+BOOSTS = {
+    "get-started/": 4,
+    "migrate/": 3,
+    "how-to/": 3,
+    "concepts/": 2,
+    "reference/": 1,
+    "repository/benchmarks/": 0.001,
+}
 """How much a match counts, by the beginning of a page's path. Other pages count ``OTHERS``."""
 OTHERS = 0.1
 WORDS = {
