@@ -46,13 +46,14 @@ class ClientProcess(Process):
 
     def __init__(self, job: Job, name: str, mesh: Mesh, begin: Checkpoint) -> None:
         self.job, self.name, self.mesh, self.life = job, name, mesh, job.life
+        rules = job.case.rules
         relays = job.world.relays
         self.host = relays.host_of(job, mesh.ranks) if relays is not None else None
         self.session = ClientSession(
             run=0, feed=job.feed, reader=name, host="host" if self.host is None else self.host.name, pid=1, mesh=mesh,
             prefetch=job.prefetch, next_step=begin.step, chain=begin.chain, iteration=begin.iteration,
             snapshot=begin.snapshot, ready=not job.world.claims_first, variable_lengths=mesh.pp > 1,
-            knows_stages=True if job.case.rules.stages else UNSET,  # other runs have the bytes of earlier versions
+            knows_stages=True if rules.stages or rules.in_turn else UNSET,  # others have the bytes of earlier versions
         )  # fmt: skip
         route = None
         if relays is not None and self.host is not None and self.host.has_relay:

@@ -88,6 +88,11 @@ class Attaching:
 
     def _cannot_begin(self, message: Attach) -> tuple[str, str] | None:
         """Return why a reader cannot begin at its step, as (error code, error text); None if it can."""
+        if message.knows_stages is not True and (key := _newer_key(self._rules)):
+            return "version", (
+                f"got a trainer with a version of streampack before 0.2, which cannot read the key {key} of this run's "
+                f"rules. Install version 0.2 or later for this trainer"
+            )
         if self.snapshots.misses(message):
             return ("snapshot", TOO_MANY) if self.snapshots.is_full(message.snapshot_digest) else None
         if not message.ready:
@@ -185,6 +190,19 @@ class Attaching:
         if self._attempts.has_diverged(reader):
             return self._attempts.refuse(reader, "diverged", diverged(reader, self._rules))
         return self._attempts.arrive(reader) if reader.holds else self._attempts.wait(reader)
+
+
+def _newer_key(rules: Rules) -> str:
+    """Return a key of the rules that clients of versions before 0.2 cannot read; empty if they can read all."""
+    there = {
+        "window": rules.window == "auto",
+        "balance.sliding": rules.balance.sliding is not None,
+        "warmup.begin": rules.warmup is not None and rules.warmup.begin > 0,
+        "no_loss_tokens": any(stream.no_loss_tokens != "train" for stream in rules.streams),
+        "paused": any(stream.paused for stream in rules.streams),
+        **{key: bool(getattr(rules, key)) for key in ("in_turn", "stages", "packs_ramp", "weights_ramp")},
+    }
+    return next((key for key, is_there in there.items() if is_there), "")
 
 
 def _wants_same(before: Attach, message: Attach) -> bool:

@@ -9,11 +9,11 @@ import pytest
 from msgspec import UNSET
 
 from streampack.core.deal.mesh_validation import mesh_refusal
-from streampack.core.model.keys.planning_keys import Warmup
+from streampack.core.model.keys.planning_keys import Balance, Warmup
 from streampack.core.model.keys.stage_keys import Stage, StageBegin, StageRules
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Reweigh
-from streampack.core.model.rules import Rules
+from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.protocol.effects import Change
 from streampack.core.protocol.message import Bye, Reject
 from streampack.core.protocol.step_part import StepPart
@@ -82,11 +82,33 @@ def test_a_change_of_weights_begins_a_stage_but_brings_no_rules() -> None:
 
 
 def test_a_client_that_does_not_know_stages_ends_with_a_text_where_the_rules_change() -> None:
-    bench = running(FEWER)
+    bench = Bench(merged=1024)
+    bench.handle(Change(1, "train", FEWER, 2))
+    bench.produce(b"p", hello("p", "a", "b"))
+    fill(bench)
     [peer] = ranks(bench, "old", 1, knows_stages=UNSET)
     assert sorted(parts(bench, peer)) == [0, 1]
     assert "Install version 0.2 or later" in bench.heard(peer, Reject)[-1].detail
     assert not bench.heard(peer, EndForMesh)
+
+
+@pytest.mark.parametrize(
+    ("rules", "key"),
+    [
+        ({"window": "auto"}, "window"), ({"in_turn": True}, "in_turn"), ({"stages": (FEWER,)}, "stages"),
+        ({"balance": Balance(sliding=(8, 1))}, "balance.sliding"), ({"warmup": Warmup(8, 1, 4)}, "warmup.begin"),
+        ({"streams": (StreamRules("a", no_loss_tokens="drop"),)}, "no_loss_tokens"),
+    ],
+)  # fmt: skip
+def test_a_client_that_cannot_read_a_key_of_the_rules_is_told_so_when_it_attaches(rules: Any, key: str) -> None:
+    bench = Bench(merged=1024, rules=rules)
+    [peer] = ranks(bench, "old", 1, knows_stages=UNSET)
+    said = bench.heard(peer, Reject)[-1]
+    assert said.code == "version"
+    assert f"cannot read the key {key} of this run's rules. Install version 0.2" in said.detail
+    assert not bench.heard(peer, Attached)
+    [peer] = ranks(bench, "new", 1)
+    assert bench.heard(peer, Attached)
 
 
 def test_a_mesh_that_a_stage_does_not_fit_gets_no_part_of_it_and_hears_so_at_each_request() -> None:
@@ -143,9 +165,9 @@ def test_a_mesh_that_fits_only_a_later_stage_attaches_there_and_is_refused_at_th
     chain = parts(bench, peer)[1].chain
     bench.read(peer, get(64, start=2, done=2))
     bench.read(peer, Bye())
-    bench.read(b"never", attach("never", dp=5, ready=False), fence=0)
+    bench.read(b"never", attach("never", dp=5, ready=False, knows_stages=True), fence=0)
     assert bench.heard(b"never", Reject)[-1].code == "mesh"
-    bench.read(b"claims", attach("claims", dp=3, ready=False), fence=0)
+    bench.read(b"claims", attach("claims", dp=3, ready=False, knows_stages=True), fence=0)
     assert not bench.heard(b"claims", Reject)
     bench.read(b"claims", Bye())
     assert all(2 in parts(bench, each) for each in ranks(bench, "three", 3, next_step=2, chain=chain))

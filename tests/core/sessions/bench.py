@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
@@ -30,12 +32,13 @@ class Bench(Shell):
 
     def __init__(
         self, *, overlong: Overlong = "error", merged: int = 0, more: Sequence[FeedPlan] = (),
-        stages: tuple[Stage, ...] = (),
+        stages: tuple[Stage, ...] = (), rules: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.rules = Rules(
             budget=BUDGET, packs=4, window=4, stages=stages,
             streams=(StreamRules("a", 1.0, 2, overlong=overlong), StreamRules("b", 1.0, 1, overlong=overlong)),
         )  # fmt: skip
+        self.rules = msgspec.structs.replace(self.rules, **(rules or {}))
         plan = FeedPlan("train", self.rules, merged or needed_tokens(self.rules, MAX_SAMPLE))
         super().__init__()
         self.stores: list[Store] = []
