@@ -141,6 +141,8 @@ BAD: list[tuple[Any, str]] = [
     ([{"messages": "[]"}], r"\(messages\), .* but messages is a text, not a list\. If it holds JSON, parse it"),
     ([{"input_ids": {"ids": [1]}}], r"\(dtype\), .* but input_ids is a dict, not a list of ids"),
     ([{"input_ids": float("nan")}], r"\(dtype\), .* but input_ids is NaN, not a list of ids"),
+    ([{"input_ids": torch.ones(4)}], r"\(dtype\), .* but input_ids has values of the dtype torch\.float32\. Ids are"),
+    ([np.ones(4)], r"\(dtype\), .* but the row has values of the dtype float64\. Ids are integers"),
     (np.array([1, 2]), r"\(ragged\), .* but the row is a single number\. A row has a list of ids"),
     ([5, 6], r"\(dtype\), .* but the row is a int"),
     (

@@ -283,7 +283,9 @@ def no_ids(key: str, value: object, reason: str) -> str:
         return Because(reason, f"{key} is a tuple of several values. Write {{'input_ids': ids, 'labels': labels}}")
     if reason == "ragged":
         return Because(reason, f"{key} is nested. A row has the ids of one sample, not of a batch")
-    if reason == "dtype" and not isinstance(value, list | tuple | np.ndarray):
+    if reason == "dtype" and getattr(value, "ndim", 0) > 0:  # an array, or a tensor, whose comparison has many values
+        return Because(reason, f"{key} has values of the dtype {getattr(value, 'dtype', '')}. Ids are integers")
+    if reason == "dtype" and not isinstance(value, list | tuple):
         return Because(
             reason, f"{key} is {'NaN' if value != value else f'a {type(value).__name__}'}, not a list of ids"
         )
