@@ -228,8 +228,8 @@ def _config_in(path: Path) -> Any:
     """Return the contents of a ``config.json``, or of that in a folder. Raises UserError."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        return msgspec.json.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+        return msgspec.json.decode(file.read_bytes(), type=dict)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"got {MODEL_CONFIG}={path}, expected the config.json of a model or its folder ({error}). Correct the path"
         ) from None

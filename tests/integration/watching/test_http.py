@@ -155,11 +155,16 @@ def test_a_loader_counts_the_flops_of_the_model_that_its_arguments_or_the_enviro
         ("STREAMPACK_PEAK_TFLOPS", "989 TFLOPs", "expected the TFLOPs of one device"),
         ("STREAMPACK_PEAK_TFLOPS", "989", "Or set STREAMPACK_MODEL_CONFIG"),
         ("STREAMPACK_MODEL_CONFIG", "/nowhere", "expected the config.json of a model or its folder"),
+        ("STREAMPACK_MODEL_CONFIG", b"null", "STREAMPACK_MODEL_CONFIG=.*Expected `object`, got `null`"),
+        ("STREAMPACK_MODEL_CONFIG", b'{"a": "\xff"}', "STREAMPACK_MODEL_CONFIG=.*'utf-8' codec"),
     ],
 )
 def test_variables_that_name_no_model_or_no_number_are_refused(
-    name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str | bytes, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if isinstance(value, bytes):
+        (tmp_path / "config.json").write_bytes(value)
+        value = str(tmp_path)
     monkeypatch.setenv(name, value)
     with pytest.raises(sp.errors.UserError, match=text):
         sp.connect("tcp://127.0.0.1:1", format="numpy")
