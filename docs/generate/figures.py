@@ -347,7 +347,7 @@ def learning() -> str:
     results = (ROOT / "benchmarks/results/2026-11/training.md").read_text()
     table = results.partition("| samples trained |")[2].partition("\n\n")[0]
     rows = [[float(cell.replace(",", "")) for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
-    trained, padded, packed, full, unbounded = map(list, zip(*rows, strict=True))
+    trained, padded, packed, full, unbounded = map(list, zip(*(row[:5] for row in rows), strict=True))
     ticks = [(float(loss), str(loss)) for loss in range(4)]
     last, unit = int(trained[-1]), "samples trained"
     parts = _chart(50, "The same 16 samples in each update", [(packed, "accent")], 4, ticks, last, unit)
