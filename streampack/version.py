@@ -1,3 +1,3 @@
 """The version of streampack, for the library and the services."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
