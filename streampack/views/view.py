@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 from streampack.packs.pack import Pack, shapes_of, summary
+from streampack.views.isolation import ids_of_packs
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,6 @@ _ON_HOST = frozenset({"sample_ids", "slices"})
 """Values that stay on the host: the host reads them, and must not wait for a device."""
 _HF = "cu_seq_lens_q"
 """A key of the formats ``hf`` and ``hf_shifted``."""
-_ids_of_packs: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The token ids of all batches in these formats, by their ``id``."""
 
 
 class View(dict[str, Any]):
@@ -122,7 +120,7 @@ class View(dict[str, Any]):
     def _note_ids(self) -> None:
         """Remember the token ids of a pack, so that a model can tell them from those of one text."""
         if _HF in self and "input_ids" in self:
-            _ids_of_packs[id(self["input_ids"])] = self["input_ids"]
+            ids_of_packs.note(self["input_ids"])
 
     def __repr__(self) -> str:
         return f"View({f'{summary(self.canonical)}, ' if self.canonical is not None else ''}{shapes_of(self)})"
@@ -200,8 +198,3 @@ def real_tokens(batch: Pack | View) -> int:
     """Return the number of real tokens of the whole pack, or 0 for a mapping made from a view; reads no device."""
     pack = batch.canonical if isinstance(batch, View) else batch
     return int(pack.cu_seqlens[-1]) if pack is not None else 0
-
-
-def is_of_pack(ids: object) -> bool:
-    """Return True if ``ids`` is the tensor ``input_ids`` of a batch in the format ``hf`` or ``hf_shifted``."""
-    return _ids_of_packs.get(id(ids)) is ids and ids is not None

@@ -178,7 +178,7 @@ FILES_OF = {
 """Pages whose files run one after another, by a text of the block that trains on packs."""
 TABLE: dict[str, tuple[Runner, tuple[str | None, ...]]] = {
     "logits = model(batch.input_ids, batch.position_ids, batch.cu_seqlens_padded)": (by_boundaries, (None,)),
-    "streampack.local(texts": (as_pasted, (None,)),
+    "streampack.local(texts, budget=8192": (as_pasted, (None,)),
     "logits = gpt(batch.input_ids, batch.attention_mask)": (of_padded_rows, ALL),
     "loss = llama(**batch": (of_transformers, ALL),
     "loss = vlm(**batch": (of_images, ("sdpa", "eager")),

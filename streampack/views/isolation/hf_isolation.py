@@ -24,7 +24,7 @@ import torch
 from streampack.errors import UserError
 from streampack.views.isolation.hf_dependence import attention_of, check_once, inside, is_inside
 from streampack.views.isolation.hf_images import check_images, with_image_masks, with_videos
-from streampack.views.view import is_of_pack
+from streampack.views.isolation.ids_of_packs import is_of_pack
 
 log = logging.getLogger("streampack.hf")
 
