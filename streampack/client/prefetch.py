@@ -202,9 +202,8 @@ class Prefetching:
             return f"an answer of the relay at {self._relay_address}"
         broker = self._broker
         if broker is not None and not self.session.reached:
-            other = os.environ.get("STREAMPACK_ENDPOINT", broker.endpoint)
-            hint = "" if other == broker.endpoint else f"; STREAMPACK_ENDPOINT names {other}, which is not used"
-            return f"an answer of the broker{broker.seeks or f' at {broker.endpoint}'}{hint}"
+            at = broker.seeks or f" at {broker.endpoint}"
+            return f"an answer of the broker{at}{_unused_address(broker.endpoint)}"
         return self.session.waiting_for() + (broker.seeks if broker is not None else "")
 
     @property
@@ -443,7 +442,14 @@ class Prefetching:
             raise Unreachable(
                 f"{self._endpoint}: got no answer in {limit:g} s, expected an answer from a broker. Check "
                 "that 'streampack broker' is running and listens for trainers at this address"
+                f"{_unused_address(self._endpoint)}"
             )
+
+
+def _unused_address(endpoint: str) -> str:
+    """Return a hint if the environment names another broker than ``endpoint``, as under ``streampack run``."""
+    other = os.environ.get("STREAMPACK_ENDPOINT", endpoint)
+    return "" if other == endpoint else f"; STREAMPACK_ENDPOINT names {other}, which is not used"
 
 
 def _error(broken: Broken, endpoint: str) -> StreampackError:

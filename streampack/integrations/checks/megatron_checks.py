@@ -55,7 +55,7 @@ def check_args(args: Any, valid_feed: str | None = None) -> None:
     if valid_feed is None and getattr(args, "eval_iters", None):
         raise UserError(
             f"got eval_iters={args.eval_iters} without valid_feed, expected a feed to evaluate on. Set eval_iters to "
-            f"0, or pass valid_feed to datasets_provider"
+            f"0, or pass valid_feed, the name of a finite feed"
         )
 
 

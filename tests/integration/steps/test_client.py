@@ -237,3 +237,9 @@ def test_a_wait_for_a_broker_that_is_not_there_ends_with_the_smaller_time_out(li
     with pytest.raises(Unreachable, match=r"got no answer in 0\.5 s, expected an answer from a broker"):
         streampack.connect("tcp://127.0.0.1:9", format="numpy", **limits)
     assert time.monotonic() - began < 20.0
+
+
+def test_a_wait_in_vain_names_the_address_of_the_environment_that_was_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMPACK_ENDPOINT", "ipc:///run/trainers")
+    with pytest.raises(Unreachable, match="STREAMPACK_ENDPOINT names ipc:///run/trainers, which is not used"):
+        streampack.connect("tcp://127.0.0.1:9", format="numpy", timeout_s=0.5)

@@ -122,7 +122,7 @@ def train(save: Path, steps: int, base: Path | None, mesh: dict[str, int]) -> No
 
     code = PAGE if base else PAGE.replace("finetune", "pretrain")
     values = {"4096": str(samples.BUDGET), "128": str(samples.PACKS), "[callback]": "[callback, lines]"}
-    for written, here in (values | {"tcp://node0:7402": os.environ["STREAMPACK_ENDPOINT"]}).items():
+    for written, here in values.items():
         code = code.replace(written, here)
     exec(
         compile(code, "megatron-bridge.md", "exec"),
