@@ -58,7 +58,7 @@ def _broker_seeds() -> list[bytes]:
     state = honest().stage.core.feeds["train"].state_of(4)
     snapshot = getattr(state, "snapshot", None)
     mesh = [Mesh(dp=2, dp_rank=rank) for rank in (0, 1)]
-    attach = Attach(feed="train", reader="r", host="h", pid=1, mesh=mesh[0], next_step=0)
+    attach = Attach(feed="train", knows_stages=True, reader="r", host="h", pid=1, mesh=mesh[0], next_step=0)
     replace = msgspec.structs.replace
     trainers = [
         attach, replace(attach, reader="s", mesh=mesh[1]), replace(attach, reader="t", feed="push", mesh=Mesh()),

@@ -88,7 +88,7 @@ class SimulatedRanks:
             mesh = self.mesh(rank)
             self._send(
                 rank, Attach(feed="train", reader=f"r{rank}", host=self.host(rank), pid=1000 + rank, mesh=mesh,
-                             next_step=0),
+                             next_step=0, knows_stages=True),
             )  # fmt: skip
         self.tick(0.0)
         self.snapshot()  # as in the broker's loop, which sees ranks before their first report

@@ -44,7 +44,7 @@ def test_a_broker_that_stood_still_drops_nobody_and_one_that_runs_drops_who_is_s
     moved = {"monotonic": lambda: time.monotonic() + clock.skipped}
     monkeypatch.setattr(shell, "time", SimpleNamespace(**(vars(time) | moved)))
     service = BrokerService(convert(SETTINGS, BrokerConfig))
-    attach = Attach(feed="train", reader="r", host="here", pid=1, mesh=Mesh(), next_step=0)
+    attach = Attach(feed="train", knows_stages=True, reader="r", host="here", pid=1, mesh=Mesh(), next_step=0)
     with contextlib.closing(service), contextlib.closing(Dealer(service.endpoints["trainers"], 1 << 20)) as rank:
 
         def attached() -> bool:

@@ -63,7 +63,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 HELLO = Hello(producer="p", host="h" * 255, pid=1, offers=[Offer(stream="more", source_digest="d")])
-ATTACH = Attach(feed="valid", reader="r", host="h" * 255, pid=1, mesh=Mesh(dp=2), next_step=0)
+ATTACH = Attach(feed="valid", knows_stages=True, reader="r", host="h" * 255, pid=1, mesh=Mesh(dp=2), next_step=0)
 
 
 @pytest.fixture(scope="module")

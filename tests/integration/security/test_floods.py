@@ -138,7 +138,9 @@ def test_lines_about_a_key_that_were_left_out_are_counted_in_the_log(
     keys = tmp_path / "keys"
     for name in ("attacker", "honest"):
         new_key(keys, name, "trainer", {})
-    too_large = Attach(feed="train", reader="x", host="h", pid=1, mesh=Mesh(dp=1 << 16, cp=4), next_step=0)
+    too_large = Attach(
+        feed="train", knows_stages=True, reader="x", host="h", pid=1, mesh=Mesh(dp=1 << 16, cp=4), next_step=0
+    )
     refused = wire.encode(Envelope(run=0, epoch=0, fence=0, message=too_large))
     with serving(keys) as service:
         for name, count in (("attacker", KEY_BURST + 5), ("honest", 1)):
@@ -157,7 +159,15 @@ def test_lines_about_a_key_that_were_left_out_are_counted_in_the_log(
 def _ask_for_snapshot(trainer: Dealer) -> None:
     """Attach to a step that has a snapshot, until the broker asks for it."""
     attach = Attach(
-        feed="train", reader="x", host="h", pid=1, mesh=Mesh(), next_step=5, ready=True, snapshot_digest=bytes([1] * 16)
+        feed="train",
+        knows_stages=True,
+        reader="x",
+        host="h",
+        pid=1,
+        mesh=Mesh(),
+        next_step=5,
+        ready=True,
+        snapshot_digest=bytes([1] * 16),
     )
     until(lambda: trainer.send(wire.encode(Envelope(run=0, epoch=0, fence=0, message=attach))))
     poller, answers = Poller([trainer]), list[Message]()

@@ -147,12 +147,20 @@ class Page:
         return found["result"].get("value")
 
     def until(self, script: str) -> Any:
-        """Wait for an expression to be true; what it is."""
+        """Wait for an expression to be true; what it is. The page may load itself again meanwhile."""
         deadline = time.monotonic() + PATIENCE_S
-        while not (found := self.value(script)):
+        while not (found := self._value_unless_left(script)):
             assert time.monotonic() < deadline, f"never came: {script}\n{self.problems}"
             time.sleep(0.05)
         return found
+
+    def _value_unless_left(self, script: str) -> Any:
+        try:
+            return self.value(script)
+        except AssertionError as error:
+            if "navigated" not in str(error):
+                raise
+            return None
 
     def text(self, selector: str) -> str:
         found: str = self.value(f"document.querySelector({json.dumps(selector)}).textContent")
