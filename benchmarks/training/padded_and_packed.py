@@ -29,12 +29,12 @@ Sample = dict[str, list[int]]
 def samples(count: int, seed: int) -> list[Sample]:
     """Return samples whose last token is their first; the loss counts the last alone."""
     draw = torch.Generator().manual_seed(seed)
-    found = list[Sample]()
+    rows = list[Sample]()
     for length in torch.randint(3, 40, (count,), generator=draw).tolist():
         ids = torch.randint(1, SEPARATOR, (length,), generator=draw).tolist()
         ids += [SEPARATOR, ids[0]]
-        found.append({"input_ids": ids, "labels": [-100] * (length + 1) + ids[-1:]})
-    return found
+        rows.append({"input_ids": ids, "labels": [-100] * (length + 1) + ids[-1:]})
+    return rows
 
 
 def model() -> Any:

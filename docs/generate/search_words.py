@@ -50,7 +50,7 @@ WORDS = {
 
 def ordered(meta: MutableMapping[str, Any], uri: str) -> None:
     """Add boost and words to a page's metadata, which the search reads."""
-    found = [boost for start, boost in BOOSTS.items() if uri.startswith(start)]
-    meta["search"] = {"boost": found[0] if found else OTHERS} | meta.get("search", {})
+    boost = next((boost for start, boost in BOOSTS.items() if uri.startswith(start)), OTHERS)
+    meta["search"] = {"boost": boost} | meta.get("search", {})
     if uri in WORDS:
         meta["tags"] = list(WORDS[uri])

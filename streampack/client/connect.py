@@ -7,6 +7,7 @@ client without references, as after ``for pack in connect(...): break``, therefo
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import weakref
@@ -213,7 +214,8 @@ def _useful(model: Any, peak_tflops: float | None, mesh: Mesh) -> UsefulFlops | 
             peak_tflops = float(text)
         except ValueError:
             raise UserError(f"got {PEAK_TFLOPS}={text!r}, expected the TFLOPs of one device, such as 989") from None
-    if peak_tflops is not None and (model is None or not isinstance(peak_tflops, int | float) or not peak_tflops > 0):
+    is_number = isinstance(peak_tflops, int | float) and 0 < peak_tflops < math.inf
+    if peak_tflops is not None and (model is None or not is_number):
         raise UserError(
             f"got peak_tflops={peak_tflops!r} and {'no' if model is None else 'a'} model, expected a number above 0 "
             f"and the model whose FLOPs count. Pass model=model.config and the peak of one device, such as 989. Or set "

@@ -14,8 +14,10 @@ from transformers import AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from streampack.core.media.references import Reference
+from streampack.media import processor
 from streampack.media.processor import ProcessorDecoder
 from tests.tokenizers.processors.processor_folders import folder_of
+from tests.tokenizers.processors.random_chats import video_file
 
 
 @pytest.fixture
@@ -55,3 +57,14 @@ def test_a_processor_with_other_internals_is_not_changed_and_one_warning_says_so
     assert why in caplog.text
     expected = kind.from_pretrained(folder)(images=[Image.open(io.BytesIO(image))], return_tensors="np")["pixel_values"]
     np.testing.assert_array_equal(values, expected)
+
+
+def test_frames_of_a_video_are_not_looked_up_where_the_table_of_images_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("av")
+    folder, video = folder_of("qwen3_vl", tmp_path), video_file(tmp_path, np.random.default_rng(0), 0).read_bytes()
+    monkeypatch.setattr(AutoImageProcessor, "from_pretrained", RelativePil.from_pretrained)
+    values = ProcessorDecoder(folder)(video, Reference("a.mp4"))
+    monkeypatch.setattr(processor, "_use_table", lambda _: None)
+    np.testing.assert_array_equal(values, ProcessorDecoder(folder)(video, Reference("a.mp4")))

@@ -63,9 +63,9 @@ def find_slices(
     for pack in range(len(counts)):
         stop, align, width = first + counts[pack], aligns[pack], widths[pack]
         cp, rank = sizes[pack % len(sizes)], ranks[pack % len(ranks)]
-        whole = cp == 1 or kind == WHOLE
-        parts = 1 if whole else cp if kind == CONTIGUOUS else 2 * cp
-        cuts_pack = not whole and kind != ZIGZAG
+        is_whole = cp == 1 or kind == WHOLE
+        parts = 1 if is_whole else cp if kind == CONTIGUOUS else 2 * cp
+        cuts_pack = not is_whole and kind != ZIGZAG
         if cuts_pack and width % parts:
             return -1, pack
         chunk = width // parts
@@ -88,7 +88,7 @@ def find_slices(
                     start, end = max(at, begin), min(at + slot, begin + chunk)
                     pieces, step = (1 if start < end else 0), 0
                     start, length = start - at, end - start
-                elif whole:
+                elif is_whole:
                     pieces, start, length, step = 1, 0, slot, 0
                 else:
                     if slot % parts:

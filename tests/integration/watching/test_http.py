@@ -124,7 +124,9 @@ def test_the_useful_mfu_is_that_of_real_tokens_over_the_time_of_the_ranks(served
     assert 0 < served.mfu < 1
 
 
-@pytest.mark.parametrize("more", [{"peak_tflops": 989}, {"model": MODEL, "peak_tflops": 0}])
+@pytest.mark.parametrize(
+    "more", [{"peak_tflops": 989}, *({"model": MODEL, "peak_tflops": peak} for peak in (0, math.inf))]
+)
 def test_a_peak_without_a_model_and_a_peak_of_nothing_are_refused(more: dict[str, Any]) -> None:
     with pytest.raises(sp.errors.UserError, match="expected a number above 0 and the model whose FLOPs count"):
         sp.connect("tcp://127.0.0.1:1", **more)

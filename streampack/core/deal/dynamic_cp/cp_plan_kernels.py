@@ -275,10 +275,8 @@ def deal_groups(cost: I64, level: I64, batch_of: I64, first_of: I64, ranks: int,
     for j in range(groups):
         heap[j] = j
         sift_up(heap, keys, j)
-    queue, begin = (
-        np.empty(groups, np.int64),
-        np.zeros(levels + 1, np.int64),
-    )  # the groups of each level, costliest first
+    # the groups of each level, costliest first, and where they begin
+    queue, begin = np.empty(groups, np.int64), np.zeros(levels + 1, np.int64)
     for j in range(groups):
         begin[level[j] + 1] += 1
     for at in range(levels):
