@@ -28,6 +28,7 @@ SLOW = (
     "test_public_names_of_the_frameworks_integrations", "test_two_ranks_exchange_rollouts",
     "test_an_rl_loop_with_relays_and_standbys", "test_pods.py", "test_a_helper_that_is_killed", "test_the_loop_goes_on",
     "test_each_question_after_a_loss_spike", "test_a_relay_that_is_killed_is_started_again", "test_the_quickstart_runs",
+    "test_provocations.py",
 )  # fmt: skip
 """Parts of the names of tests that take more than 40 s each, or of files with such tests, which share a fixture."""
 
