@@ -63,7 +63,7 @@ class SlidingWindow:
 
     def ages(self) -> I64:
         """Return the patience of every position, counted in packs, int64 [n]; -1 for samples not in the window yet."""
-        ages = np.full(len(self._lengths), -1, np.int64)
+        ages = self._ages.astype(np.int64)
         ages[: self.edge] = np.array(self._due, np.int64) - self.packs
         return ages
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streampack.core.packers import PACKERS, Choice, Packer, make_packer, pack_lengths, parameters_of
@@ -135,6 +135,7 @@ def test_every_sample_is_in_one_pack_and_no_pack_is_over_budget(
     window=st.integers(1, 20),
     cuts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=12),
 )
+@example(stream=([3, 4, 4, 3], 4), window=3, cuts=[(3, 1), (0, 0)])  # a call that asks for no pack
 @settings(max_examples=60, deadline=None)
 def test_packs_do_not_depend_on_how_the_stream_is_cut(
     each: Packer, stream: tuple[list[int], int], window: int, cuts: list[tuple[int, int]]

@@ -123,7 +123,7 @@ def exact_fill(  # type: ignore[no-untyped-def]
         _remove(view, budget, view.indices[start:end])
         bounds[now[PACKS]] = end
     new_ages = np.maximum(due - now[PACKS], 0)  # a full sample may go after its turn, while the window is late
-    new_ages[now[EDGE] :] = -1
+    new_ages[now[EDGE] :] = ages[now[EDGE] :]  # with a count of 0, nothing has entered the window again
     return view.indices[:end].copy(), bounds[: now[PACKS] + 1].copy(), new_ages
 
 

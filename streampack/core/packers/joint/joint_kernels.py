@@ -114,7 +114,7 @@ def joint(lengths, work, ages, counts, most, budget, count, closed, window, grou
         groups += 1
 
     new_ages = np.maximum(due - groups, 0)
-    new_ages[seen:] = -1
+    new_ages[seen:] = ages[seen:]
     return indices[:end].copy(), bounds[: packs + 1].copy(), new_ages
 
 
