@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from msgspec.structs import replace
 from streampack_services.broker.ranks.rank_status import RanksStatus
 from streampack_services.broker.status import BrokerStatus, FeedStatus, PackTotals
 from streampack_services.http.history import COLUMNS, MOST_ROWS, Timelines
@@ -12,15 +13,17 @@ from streampack.core.stats.data_wait import CAUSES as STARVED_BY
 from streampack.core.stats.padding import CAUSES
 from tests.blank import blank
 
+TOTALS = blank(PackTotals)
+RANKS = blank(RanksStatus, starved_s=dict.fromkeys(STARVED_BY, 0.0))
+FEED = blank(FeedStatus, waste_tokens=dict.fromkeys(CAUSES, 0), ranks=RANKS)
+BROKER = blank(BrokerStatus, epoch=7)
+
 
 def status(second: float, feeds: int) -> BrokerStatus:
     tokens = 10 * int(second)
-    feed = blank(
-        FeedStatus, totals=blank(PackTotals, tokens=tokens), delivered_tokens=tokens,
-        waste_tokens=dict.fromkeys(CAUSES, 0), ranks=blank(RanksStatus, starved_s=dict.fromkeys(STARVED_BY, 0.0)),
-    )  # fmt: skip
+    feed = replace(FEED, totals=replace(TOTALS, tokens=tokens), delivered_tokens=tokens)
     names = [f"feed{n}" for n in range(feeds)]
-    return blank(BrokerStatus, uptime_s=second, taken_at=1e9 + second, epoch=7, feeds=dict.fromkeys(names, feed))
+    return replace(BROKER, uptime_s=second, taken_at=1e9 + second, feeds=dict.fromkeys(names, feed))
 
 
 def test_an_answer_is_no_longer_of_many_feeds_than_of_one() -> None:
