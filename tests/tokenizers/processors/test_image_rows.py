@@ -167,7 +167,8 @@ def test_images_that_cannot_be_used_are_rejected_with_a_reason(
     (tmp_path / "short.jpg").write_bytes(Path(picture(tmp_path / "whole.jpg")).read_bytes()[:30])
     picture(tmp_path / "deep.png", "I;16")
     picture(tmp_path / "thin.png", size=(1, 300))
-    picture(tmp_path / "bomb.png", "1", (40_000, 30_000))
+    if name == "bomb.png":  # which takes seconds to write
+        picture(tmp_path / name, "1", (40_000, 30_000))
     good = chat(picture(tmp_path / "good.png"))
     rejected, sample = read_rows(tmp_path, tokenizer, [chat(str(tmp_path / name)), good])
     assert rejected.reason == reason
