@@ -118,16 +118,16 @@ def layers_of(config: Any) -> Layers:
     sparse = _sparse(keys, count)
     experts = next((_number(keys, key) for key in _EXPERTS if keys.get(key)), 0)
     expert_ffn = _number(keys, "moe_intermediate_size", keys.get("intermediate_size")) if sparse else 0
-    shared = _number(keys, "shared_expert_intermediate_size", 0) if sparse else 0
-    shared_gate = shared > 0
-    if sparse and not shared:
-        shared = expert_ffn * _number(keys, "n_shared_experts", 0)
+    shared_ffn = _number(keys, "shared_expert_intermediate_size", 0) if sparse else 0
+    shared_gate = shared_ffn > 0
+    if sparse and not shared_ffn:
+        shared_ffn = expert_ffn * _number(keys, "n_shared_experts", 0)
     return Layers(
         hidden=hidden, vocabulary=_number(keys, "vocab_size"), heads=heads, full=types.count(FULL),
         sliding=types.count(SLIDING), window=_number(keys, "sliding_window", least=1) if SLIDING in types else 0,
         linear=linear, linear_heads=_linear_heads(keys) if linear else None, dense=count - sparse,
         ffn=_number(keys, "intermediate_size", 0 if sparse == count else None), sparse=sparse, experts=experts,
-        active_ffn=expert_ffn * _number(keys, "num_experts_per_tok") + shared if sparse else 0,
+        active_ffn=expert_ffn * _number(keys, "num_experts_per_tok") + shared_ffn if sparse else 0,
         shared_gate=shared_gate, matrices=2 if kind in _TWO_MATRICES else 3,
     )  # fmt: skip
 

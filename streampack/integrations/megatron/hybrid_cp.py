@@ -94,13 +94,13 @@ class HybridSchedule:
                 f"broker.yaml, or train without hybrid_context_parallel"
             )
         first, size = batch.cp_ranks
-        shared, ranks, own = range(first, first + size), range(self.mesh["dp"]), self.mesh["dp_rank"]
-        if own not in shared or shared[-1] not in ranks:
+        group, ranks, own = range(first, first + size), range(self.mesh["dp"]), self.mesh["dp_rank"]
+        if own not in group or group[-1] not in ranks:
             raise UserError(
-                f"got a pack of the ranks {first} to {shared[-1]} on rank {own} of {len(ranks)}, expected a pack of "
+                f"got a pack of the ranks {first} to {group[-1]} on rank {own} of {len(ranks)}, expected a pack of "
                 f"this rank. Connect with mesh=schedule.mesh"
             )
-        return [[batch.pack] if rank in shared else [] for rank in ranks]
+        return [[batch.pack] if rank in group else [] for rank in ranks]
 
     def get_batch(self, data_iterator: Iterator[dict[str, Any]] | None) -> dict[str, Any]:
         """Return the next micro-batch in a forward step, in place of Megatron's ``get_batch``.

@@ -59,9 +59,9 @@ class Qwen3VL(QwenVL):
             raise ValueError(f"the processor samples {count} of its {video.frames} frames, and needs {group}")
         places = np.linspace(0, video.frames - 1, count).round().astype(int).tolist()
         height, width = self._scaled(video, count)
-        shared = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+        copied = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
         return VideoFrames(
-            places + places[-1:] * (-count % group), count, height, width, {key: settings[key] for key in shared},
+            places + places[-1:] * (-count % group), count, height, width, {key: settings[key] for key in copied},
             count < wanted,
         )  # fmt: skip
 
