@@ -8,7 +8,7 @@
 - ``errors``: the tree of errors, from ``streampack.errors``.
 - ``messages``: the tables of messages and of records of the log, from their classes.
 - ``sample_warnings``: the table of warnings about samples.
-- ``figures``: diagrams as SVG; packing figures are computed by ``streampack.pack_lengths``.
+- ``figures``: diagrams as SVG, computed by ``streampack.pack_lengths`` or drawn from the tables of results.
 - ``row_keys``: the table of the keys of rows that streampack knows.
 - ``dashboard``: the Grafana dashboard in ``deploy/``, from the declared figures. It is not a part of the site.
 - ``notebooks``: the page of the quickstart, from its notebook.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import streampack
 from benchmarks.packing import order
+from benchmarks.recovery.timeline import UPDATE_S
 from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, CpPlan, plan_groups, plan_uniform
 from streampack.core.layout.labels import positions_of
 from streampack.core.layout.shards import shard_slices
@@ -43,7 +44,7 @@ def all_figures() -> dict[str, str]:
     return {
         "dataflow": dataflow(), "packs": packs(), "packers": packers(),
         "order_shares": order_shares(), "order_lengths": order_lengths(), "dynamic_cp": dynamic_cp(),
-        "learning": learning(), "form_deal": form_deal(), "zigzag": zigzag(),
+        "learning": learning(), "form_deal": form_deal(), "zigzag": zigzag(), "kill": kill(), "gpu": gpu(),
     }  # fmt: skip
 
 
@@ -362,6 +363,74 @@ def learning() -> str:
     ):  # fmt: skip
         parts += [_bar(x, 282, 14, 14, color), _text(x + 20, 294, words, 13, anchor="start")]
     return _svg(760, 308, "Loss of held-out samples over training, padded and packed", *parts)
+
+
+def gpu() -> str:
+    """Draw tokens per second of padded rows, greedy packs and streampack on a GPU, from the table of the results."""
+    results = (ROOT / "benchmarks/results/2026-11/training.md").read_text()
+    table = results.partition("| lengths | way | real tokens/s |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+    groups = (("source code", rows[:3]), ("short SFT", rows[4:7]))
+    parts = [
+        _text(16, 24, "Real tokens per second, one H100, a Llama with 1.04B parameters", 15, anchor="start", bold=True)
+    ]
+    scale = 400 / 70_000
+    for group, (name, ways) in enumerate(groups):
+        top = 46 + group * 132
+        parts.append(_text(16, top + 16, name, 14, anchor="start", bold=True))
+        for row, (_, way, rate, ratio, mfu, *_) in enumerate(ways):
+            y, width = top + 26 + row * 30, float(rate.replace(",", "")) * scale
+            parts += [
+                _text(
+                    150, y + 16, "padded rows" if way == "padded" else way, 13, anchor="end", bold=way == "streampack"
+                ),
+                _bar(160, y, width, 22, "accent" if way == "streampack" else "line"),
+                _text(168 + width, y + 16, f"{rate}, {ratio}x, MFU {mfu}", 13, anchor="start", color="quiet"),
+            ]
+    return _svg(
+        760, 312, "Tokens per second on one H100 with padded rows, greedy packs and packs of streampack", *parts
+    )
+
+
+def kill() -> str:
+    """Draw steps of four ranks while the broker is killed, from the times in the table of the results."""
+    results = (ROOT / "benchmarks/results/2026-11/recovery.md").read_text()
+    text = results.partition("| step | rank 0 |")[2]
+    rows = [[float(cell) for cell in row.strip("|").split("|")] for row in text.partition("\n\n")[0].splitlines()[2:]]
+    killed, started = map(float, re.findall(r"(?:killed|again) at ([\d.]+)", text)[:2])
+    last = rows[-1][1] + UPDATE_S
+    left, row_height, top = 92, 36, 62
+    scale = 650 / last
+    after = next(index for index, row in enumerate(rows) if row[1] > killed + 2 * UPDATE_S)
+    served = min(rows[after][1:])
+    parts = [_text(16, top + 20, "broker", 14, anchor="start", bold=True)]
+    for begin, end, fill in ((0.0, killed, "soft"), (started, last, "soft")):
+        parts.append(_box(left + begin * scale, top, (end - begin) * scale, 26, fill=fill, line="accent", radius=2))
+    for rank in range(4):
+        y = top + (rank + 1) * row_height
+        parts.append(_text(16, y + 19, f"rank {rank}", 14, anchor="start"))
+        parts.append(_box(left, y, last * scale, 26, fill="card", line="warm", radius=2))
+        for row in rows:
+            x, width = left + row[rank + 1] * scale, UPDATE_S * scale
+            parts.append(_box(x, y, width, 26, fill="soft", line="accent", radius=1))
+            if width > 16:
+                parts.append(_text(x + width / 2, y + 17, f"{row[0]:.0f}", 10, color="quiet"))
+    bottom = top + 5 * row_height
+    for at, words, anchor in ((killed, "kill -9", "end"), (started, "started again", "start")):
+        x = left + at * scale
+        parts.append(f'<path d="M{x:.1f} 44V{bottom}" style="stroke:var(--warm)" stroke-width="1.6"/>')
+        parts.append(_text(x + (4 if anchor == "start" else -4), 54, words, 13, anchor=anchor, color="warm"))
+    anchor = "end" if served > last / 2 else "start"
+    parts.append(_text(left + served * scale, 34, f"step {after}, the same bytes", 13, anchor=anchor))
+    parts.append(f'<path d="M{left + served * scale:.1f} 40V{bottom}" style="stroke:var(--ink)" stroke-width="1.2"/>')
+    seconds = range(0, math.floor(last) + 1, max(1, round(last / 8)))
+    parts += [_text(left + second * scale, bottom + 18, f"{second} s", 12, color="quiet") for second in seconds]
+    for x, words, fill, line in ((left, "a step", "soft", "accent"), (left + 90, "waiting", "card", "warm")):
+        parts += [
+            _box(x, bottom + 30, 14, 14, fill=fill, line=line, radius=2),
+            _text(x + 20, bottom + 42, words, 13, anchor="start"),
+        ]  # fmt: skip
+    return _svg(760, bottom + 52, "Four ranks wait while the broker is killed, and go on with the same bytes", *parts)
 
 
 RANKS = 16
