@@ -226,7 +226,8 @@ export function showRoom(status, feed) {
   if (messages.unsent) rows.push(["not sent", `${count(messages.unsent)} messages to peers that were gone`, null]);
   const lost = Object.entries(feed.lost_tokens).filter(([, tokens]) => tokens).map(([why, tokens]) => `${short(tokens)} ${why.replace("_", " ")}`);
   rows.push(["tokens left out", lost.join(", ") || "none", null]);
-  rows.push(...[...shownOf("broker", status), ...shownOf("feed", feed)].map((row) => [...row, null]));
+  const figures = [...shownOf("broker", status), ...shownOf("feed", feed)].filter(([, text]) => text);
+  rows.push(...figures.map((row) => [...row, null]));
   fill(byId("room"), rows, () => make("div", {}, make("dt"), make("dd"), make("meter", { max: 1 })), (line, [label, value, share]) => {
     setText(line.children[0], label);
     setText(line.children[1], value);

@@ -174,6 +174,9 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     moved = feed["displacement"]
     assert f"at most {moved['early']} early and {moved['late']} late" in room
     assert "mean length, last 100 steps" in room
+    assert page.value("[...document.querySelectorAll('#room dd')].every((value) => value.textContent)"), (
+        "a row is empty"
+    )
     packs = f"{sum(number for _, number in feed['fills']):,} packs formed"
     assert packs in page.text("#about-fills")
     assert f"{feed['totals']['samples']:,} samples" in page.text("#about-lengths")
