@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 import streampack
+from streampack.client import prefetch
+from streampack.core.sessions import route
 from streampack.sources import Source, SourceSettings, open_source
 from tests.integration.running import PATIENCE_S, Daemon, RunningBroker, folder, producing_here, until, write_jsonl
 from tests.soak.checksum import crc_of
@@ -184,6 +187,12 @@ def job(
                 yield found
         finally:
             found.broker.kill()
+
+
+def return_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients return to a relay soon after it works again."""
+    monkeypatch.setattr(prefetch, "Route", partial(route.Route, healthy_s=0.5))
+    monkeypatch.setattr(route, "PROBE_S", 0.2)
 
 
 def directly(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> list[Read]:

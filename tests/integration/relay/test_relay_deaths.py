@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streampack.core.sessions import route
-from tests.integration.relay.relayed import Ranks, Read, directly, job
+from tests.integration.relay.relayed import Ranks, Read, directly, job, return_soon
 from tests.integration.running import RunningBroker, until
 
 SIZES = {"dp": 2, "tp": 2, "cp": 2}
@@ -26,9 +26,7 @@ def golden() -> list[Read]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients return to a relay soon."""
-    monkeypatch.setattr(route, "HEALTHY_S", 0.5)
-    monkeypatch.setattr(route, "PROBE_S", 0.2)
+    return_soon(monkeypatch)
 
 
 def few(golden: list[Read]) -> list[Read]:
