@@ -158,7 +158,7 @@ class PackCheck:
         got = f"{self.what}: got {size} ranks from {first} on and cp_rank {cp_rank}"
         expect(fits, "cp_ranks", f"{got}, expected a power of two, from one of its multiples on")
         if (mesh := self._mesh) is not None:
-            equal("cp_rank", self.what, first + cp_rank, mesh.dp_rank * mesh.cp + mesh.cp_rank)
+            equal("cp_rank", self.what, first + cp_rank, mesh.dp_cp_rank)
 
     def _check_tokens(self) -> None:
         """Check shapes, the padding mask, positions, ids at padding, and labels."""

@@ -58,7 +58,7 @@ class Reporting:
         names = tuple(sorted(columns))
         message = ReportValues(
             feed=self._feed, number=0, lineage=lineage, step=step, attempt=attempt,
-            part=mesh.dp_rank if alone else mesh.dp_rank * mesh.cp + mesh.cp_rank,
+            part=mesh.dp_rank if alone else mesh.dp_cp_rank,
             parts=mesh.dp if alone else mesh.dp * mesh.cp, names=names,
             streams_u32=ids[:, 0].astype("<u4").tobytes(), indices_u64=ids[:, 1].astype("<u8").tobytes(),
             parts_u32=ids[:, 2].astype("<u4").tobytes(),

@@ -220,7 +220,7 @@ def _groups(part: StepPart, dynamic: DynamicCp, mesh: Mesh, rules: Rules) -> tup
 
     All are int64 [packs]. Raises ValueError for groups without this rank, or tokens that no such pack has.
     """
-    rank = mesh.dp_rank * mesh.cp + mesh.cp_rank
+    rank = mesh.dp_cp_rank
     firsts, sizes = part.groups(dynamic, mesh.dp * mesh.cp)
     if ((rank < firsts) | (rank >= firsts + sizes)).any():
         raise ValueError(f"got groups from ranks {firsts.tolist()[:8]} on, expected groups with rank {rank}")

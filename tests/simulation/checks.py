@@ -212,7 +212,8 @@ class BrokerChecks:
         """What each reader of a relay would get directly is noted, to be compared with what it gets."""
         job, kept = self._process.world.jobs[message.feed], self._core.feeds[message.feed].readers.steps.kept
         for mesh in {(r.mesh.ranks[:2], r.mesh.pp_rank): r.mesh for r in readers}.values():
-            if mesh.dp_rank in message.dp_ranks:
+            rank = mesh.dp_rank if message.deal is msgspec.UNSET else mesh.dp_cp_rank
+            if rank in message.dp_ranks:
                 part, packs = next(kept.parts(message.step, mesh, message.rank_part))
                 payload = self._process.arena.gather(packs, part.frames, mesh.cp, (mesh.cp_rank,), effect.layout)
                 job.compare_bytes(mesh, msgspec.structs.replace(effect.envelope, message=part, payload=payload))
@@ -226,6 +227,9 @@ class BrokerChecks:
             key = effect.peer, effect.envelope.fence, message.feed, message.request, message.step
             before = self._sent_packs.setdefault(key, set())
             packs = np.frombuffer(message.packs_u32, "<u4").tolist()
+            if message.deal is not msgspec.UNSET:  # each rank of a group has its shard of the pack
+                ranks = np.repeat(message.dp_ranks, len(packs) // len(message.dp_ranks)).tolist()
+                packs = [*zip(ranks, packs, strict=True)]
             assert len(packs) == len(before | {*packs}) - len(before), f"bytes: packs {packs} went twice to a relay"
             before.update(packs)
 

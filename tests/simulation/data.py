@@ -360,7 +360,7 @@ def with_groups(base: Case) -> Case:
 
 def _groups_of(part: StepPart, this: Case, mesh: Mesh, counts: list[int], lengths: list[int]) -> list[_Cut]:
     """How each pack of a rank's message is cut, by its group."""
-    dynamic, align, rank = this.dynamic, this.rules.align, mesh.dp_rank * mesh.cp + mesh.cp_rank
+    dynamic, align, rank = this.dynamic, this.rules.align, mesh.dp_cp_rank
     if dynamic is None:
         widths, aligns = this.widths(counts, lengths), [align.sample] * len(counts)
         assert part.widths_u32 == (b"" if this.rules.shape == "fixed" else np.array(widths, "<u4").tobytes())

@@ -106,7 +106,7 @@ class Job:
         if relays is not None:
             rng, few = relays.rng, self.dp * self.cp <= 4
             self.tp = 2 if relays.wide else rng.choice((1, 2, 2) if few else (1, 1, 2))
-            staged = self.case.rules.shape == "fixed" and self.dp * self.cp * self.tp <= 4
+            staged = self.case.rules.shape == "fixed" and self.dp * self.cp * self.tp <= 4 and not self.case.dynamic
             self.pp = rng.choice((1, 1, 1, 2, 3)) if staged else 1
 
     def meshes(self) -> list[Mesh]:
@@ -223,7 +223,7 @@ class Job:
         numbers = [(shard.number, shard.ids) for shard in shards]
         line = (dp, client.mesh.dp_rank)
         if self.case.dynamic is not None:
-            line = (dp * client.mesh.cp, client.mesh.dp_rank * client.mesh.cp + client.mesh.cp_rank)
+            line = (dp * client.mesh.cp, client.mesh.dp_cp_rank)
         dealt = self._dealt.setdefault((number, line[0], pp, line[1]), numbers)
         assert dealt == numbers, f"R4: step {number} was dealt otherwise the second time"
         if self.case.rules.padded:

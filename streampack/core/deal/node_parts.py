@@ -17,10 +17,10 @@ import numpy as np
 from streampack.core.columns.step_columns import PACK_BYTES, SAMPLE_BYTES, columns_of, fields_of
 from streampack.core.columns.step_columns import cut as cut_columns
 from streampack.core.layout.boundaries import layouts
-from streampack.core.layout.shards import cut
+from streampack.core.layout.shards import cut, cut_groups
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
 from streampack.core.model.fields import MEDIA, Field
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.protocol.relay_messages import MAX_READERS, NodePart
@@ -44,8 +44,7 @@ class NodeRanks(NamedTuple):
 
     Attributes:
         mesh: Mesh of any of the ranks; only its sizes matter.
-        dp_ranks: Data-parallel ranks, ascending.
-        cp_ranks: Context-parallel ranks, ascending.
+        dp_ranks, cp_ranks: Ranks, as ``NodePart`` has them.
         frames: Names of the payload frames, with every frame that one of the ranks gets.
     """
 
@@ -62,7 +61,10 @@ class NodeRanks(NamedTuple):
         (1, 3)
         """
         all_meshes = list(meshes)
-        dp_ranks, cp_ranks = {mesh.dp_rank for mesh in all_meshes}, {mesh.cp_rank for mesh in all_meshes}
+        if DynamicCp.of(layout) is None:
+            dp_ranks, cp_ranks = {mesh.dp_rank for mesh in all_meshes}, {mesh.cp_rank for mesh in all_meshes}
+        else:
+            dp_ranks, cp_ranks = {mesh.dp_cp_rank for mesh in all_meshes}, {all_meshes[0].cp}
         frames = max((frames_for(fields, mesh, layout) for mesh in all_meshes), key=len)
         return cls(all_meshes[0], tuple(sorted(dp_ranks)), tuple(sorted(cp_ranks)), frames)
 
@@ -73,7 +75,8 @@ def split(part: NodePart, payload: Sequence[Any], rules: Rules, layout: str) -> 
     Payload is returned as views. ``for_frames`` keeps the frames of a rank that gets fewer. Raises ValueError if sizes
     do not fit.
     """
-    _check_ranks(part)
+    dynamic = DynamicCp.of(layout)
+    _check_ranks(part, dynamic)
     if len(part.frames) != len(set(part.frames)) or len(part.frames) != len(payload):
         raise ValueError(f"got {len(payload)} payload frames for the names {part.frames}, expected one for each name")
     counts, samples = _check_columns(part)
@@ -92,7 +95,8 @@ def split(part: NodePart, payload: Sequence[Any], rules: Rules, layout: str) -> 
         for j, cp_rank in enumerate(part.cp_ranks):
             places = [bounds[name][j] for name in part.frames]
             rank_payload = tuple(view[at[i] : at[i + 1]] for view, at in zip(views, places, strict=True))
-            rank_parts.append(((dp_rank, cp_rank), message, rank_payload))
+            pair = (dp_rank, cp_rank) if dynamic is None else divmod(dp_rank, part.cp)
+            rank_parts.append((pair, message, rank_payload))
     return rank_parts
 
 
@@ -108,12 +112,15 @@ def for_frames(
     return msgspec.structs.replace(part, frames=frames), tuple(by_name[name] for name in frames)
 
 
-def _check_ranks(part: NodePart) -> None:
+def _check_ranks(part: NodePart, dynamic: DynamicCp | None) -> None:
     """Raise ValueError if the ranks of a message, or its numbers, do not fit together."""
     for name, ranks in (("dp_ranks", part.dp_ranks), ("cp_ranks", part.cp_ranks)):
         if not ranks or any(a >= b for a, b in pairwise(ranks)):
             raise ValueError(f"got {name} {list(ranks[:8])}, expected at least one rank, in ascending order")
-    if part.cp_ranks[-1] >= part.cp:
+    if dynamic is not None:
+        if not part.cp or part.cp_ranks != (part.cp,):
+            raise ValueError(f"got cp_ranks {list(part.cp_ranks[:8])} and cp={part.cp} with groups, expected cp alone")
+    elif part.cp_ranks[-1] >= part.cp:
         raise ValueError(f"got context-parallel rank {part.cp_ranks[-1]}, expected ranks below {part.cp}")
     if len(part.dp_ranks) * len(part.cp_ranks) > MAX_READERS:
         raise ValueError(
@@ -161,12 +168,8 @@ def _byte_bounds(
     A frame that occurs once has the same bounds for all cp ranks.
     """
     per_rank, num_shards = len(counts) // len(part.dp_ranks), len(part.cp_ranks)
-    shares = 1 if layout == "whole" else part.cp
-    widths = part.widths(rules)
-    if (widths % shares).any():
-        raise ValueError(f"got packs of {widths.tolist()[:8]} tokens, expected multiples of {shares} tokens")
-    whole = np.append(0, np.cumsum(widths))[::per_rank]
-    shard = whole // shares
+    widths, shares = _widths(part, len(counts), rules, layout)
+    whole, shard = (np.append(0, np.cumsum(tokens))[::per_rank] for tokens in (widths, widths // shares))
     sharded = [shard] * num_shards if layout == "whole" else [shard + i * shard[-1] for i in range(num_shards)]
     once, by_sample = [whole] * num_shards, [np.array(samples)[::per_rank]] * num_shards
     lengths = np.frombuffer(part.lengths_u32, "<u4").astype(np.int64)
@@ -183,14 +186,32 @@ def _byte_bounds(
         _, of_media = part.media.arrays(samples[-1])
         units[MEDIA] = [np.append(0, np.cumsum(of_media))[np.array(samples)[::per_rank]]] * num_shards, 1
     if EDGES in part.frames:
-        units[EDGES] = _slices(part, counts, widths, rules, layout), 4
+        units[EDGES] = _slices(part, counts, widths, shares, rules, layout), 4
     return {name: [(at * size).tolist() for at in units[name][0]] for name, (_, size) in units.items()}
 
 
-def _slices(part: NodePart, counts: I64, widths: I64, rules: Rules, layout: str) -> list[I64]:
+def _widths(part: NodePart, count: int, rules: Rules, layout: str) -> tuple[I64, I64]:
+    """Return the tokens T of each of ``count`` packs, and the number of ranks that share them, int64 [count] each."""
+    if (dynamic := DynamicCp.of(layout)) is not None:
+        columns = part.widths_u32, part.group_sizes_u32 or b""
+        widths, sizes = (np.frombuffer(column, "<u4").astype(np.int64) for column in columns)
+        if len(widths) != count or len(sizes) != count:
+            raise ValueError(f"got {len(widths)} widths and {len(sizes)} groups for {count} packs, expected one each")
+        dynamic.check_widths(widths, sizes, rules.shape, rules.align.pack)
+        return widths, sizes
+    widths, shares = part.widths(rules), 1 if layout == "whole" else part.cp
+    if (widths % shares).any():
+        raise ValueError(f"got packs of {widths.tolist()[:8]} tokens, expected multiples of {shares} tokens")
+    return widths, np.full(count, shares)
+
+
+def _slices(part: NodePart, counts: I64, widths: I64, shares: I64, rules: Rules, layout: str) -> list[I64]:
     """Return for each cp rank of a message where the slices of each dp rank begin in ``edges``, and the last end."""
     per_rank = len(counts) // len(part.dp_ranks)
     lengths = np.frombuffer(part.lengths_u32, "<u4").astype(np.int64)
+    if (dynamic := DynamicCp.of(layout)) is not None:
+        laid = layouts(lengths, counts, dynamic.aligns(shares, rules.align.sample), widths)
+        return [cut_groups(laid, shares, np.zeros_like(shares)).first[::per_rank]]
     laid = layouts(lengths, counts, part.aligns(rules), widths)
     ranks = part.cp_ranks[:1] if layout == "zigzag" else part.cp_ranks  # zigzag gives every rank the same number
     firsts = [cut(laid, part.cp, rank, layout).first[::per_rank] for rank in ranks]

@@ -152,8 +152,8 @@ class KeptSteps:
     ) -> Iterator[tuple[NodePart, Contents]]:
         """Yield the messages of a step for the ranks of a host, as ``parts`` does for one rank.
 
-        A message has one part of ``parts`` for a group of dp ranks, so that it holds about ``part_bytes`` of payload
-        in all. The messages of all groups come before the next part. A step that is skipped is one message.
+        A message has one part of ``parts`` for some of ``node.dp_ranks``, so that it holds about ``part_bytes`` of
+        payload in all. The messages of all these ranks come before the next part. A skipped step is one message.
         """
         kept, ranks = self._steps[number], node.dp_ranks
         if kept.skipped:
@@ -285,7 +285,7 @@ class KeptSteps:
         """
         if self._dynamic is None:
             return mesh.dp, mesh.dp_rank
-        return mesh.dp * mesh.cp, mesh.dp_rank * mesh.cp + mesh.cp_rank
+        return mesh.dp * mesh.cp, mesh.dp_cp_rank
 
     def _deal(self, kept: _Kept, mesh: Mesh) -> DealtStep:
         """Return the step as dealt on this mesh; deal it now unless it is dealt already."""

@@ -62,6 +62,11 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.dp_rank, self.cp_rank, self.tp_rank, self.pp_rank
 
     @property
+    def dp_cp_rank(self) -> int:
+        """This rank's number among the dp x cp ranks, neighbors along cp first."""
+        return self.dp_rank * self.cp + self.cp_rank
+
+    @property
     def rank(self) -> str:
         """This rank as text, such as ``dp=3 cp=1``: its number along dp and each other axis with several ranks."""
         names = zip(("dp", "cp", "tp", "pp"), self.ranks, self.sizes, strict=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from streampack.core.model.mesh import DynamicCp
 from streampack.core.model.rules import Rules
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.relay_messages import relay_of
 from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Brought, Fenced
 from streampack.core.serve.attempts import AttemptCoordinator, Departure, diverged
 from streampack.core.serve.rank_reader import Reader, ReaderLink
@@ -40,11 +38,6 @@ class Attaching:
         reader = self._registry.named(message.reader)
         if reader is not None and (reader.mesh, reader.readers) == (message.mesh, message.readers):
             return self._attach_again(reader, peer, message)
-        if relay_of(peer) is not None and DynamicCp.of(self._layout) is not None:
-            return self._reject(peer, message, "mesh", (
-                f"got a reader of feed {self._feed!r} through a relay, expected one that connects to the broker. "
-                f"Relays do not serve `cp: dynamic` yet. Set STREAMPACK_RELAY=off, or stop the relay"
-            ))  # fmt: skip
         if message.dealt_by not in (UNSET, self._layout):
             return self._reject(peer, message, "mesh", (
                 f"this attempt began with steps dealt by {message.dealt_by!r}, but feed {self._feed!r} has "

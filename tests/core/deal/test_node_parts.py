@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from streampack_services.broker.arena import Arena
 
 from streampack.core.deal.mesh_validation import mesh_refusal
@@ -20,7 +21,7 @@ from streampack.core.form.former import Former
 from streampack.core.layout.shards import LAYOUTS
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
 from streampack.core.model.fields import MEDIA, Field
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import DynamicCp, Mesh
 from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.protocol.message import Envelope
@@ -127,9 +128,29 @@ def jobs(draw: st.DrawFn) -> Formed:
 
 
 @st.composite
-def hosts(draw: st.DrawFn) -> tuple[Formed, list[Mesh]]:
+def dynamic_jobs(draw: st.DrawFn) -> Formed:
+    """Steps whose samples are dealt to groups of ranks."""
+    mesh = Mesh(dp=draw(st.integers(1, 6)), cp=draw(st.sampled_from([2, 4, 3, 1])))
+    align = draw(st.integers(1, 3))
+    dynamic = DynamicCp(rank_tokens=2 * align * draw(st.integers(1, 8)), max_group=draw(st.sampled_from([1, 2, 4, 8])))
+    group = dynamic.largest_group(mesh.dp * mesh.cp)
+    dynamic = replace(dynamic, rank_tokens=group * dynamic.rank_tokens)
+    budget = group * dynamic.rank_tokens
+    lengths = draw(st.lists(st.integers(1, budget) | st.integers(1, dynamic.rank_tokens), min_size=1, max_size=40))
+    rules = Rules(
+        budget=budget, align=Align(sample=align, pack=align), fields=draw(fields()), packs=draw(st.integers(1, 4)),
+        shape=draw(st.sampled_from(["exact", "fixed"])), tokens=draw(st.sampled_from(["uint16", "int32"])),
+    )  # fmt: skip
+    assert not mesh_refusal(mesh, rules, dynamic.layout)
+    rank_bytes = dynamic.rank_tokens * rules.token_bytes
+    part_bytes = draw(st.sampled_from([1, 1 << 20, *(count * rank_bytes for count in (1, 2, 9, 20))]))
+    return Formed(rules, lengths, dynamic.layout, mesh, part_bytes)
+
+
+@st.composite
+def hosts(draw: st.DrawFn, of: st.SearchStrategy[Formed] = jobs()) -> tuple[Formed, list[Mesh]]:  # noqa: B008
     """Steps, and the ranks of a host: any dp, cp and pp ranks."""
-    job = draw(jobs())
+    job = draw(of)
     held = []
     for size in (job.mesh.dp, job.mesh.cp, job.mesh.pp):
         absent = draw(st.one_of(st.just(set()), st.sets(st.integers(0, size - 1), max_size=size - 1)))
@@ -141,8 +162,11 @@ def as_bytes(payload: tuple[memoryview, ...]) -> Frames:
     return tuple(bytes(view) for view in payload)
 
 
+any_hosts = st.one_of(hosts(), hosts(), hosts(dynamic_jobs()))
+
+
 @settings(max_examples=60)
-@given(hosts())
+@given(any_hosts)
 def test_each_rank_of_a_host_gets_the_messages_that_it_gets_directly(host: tuple[Formed, list[Mesh]]) -> None:
     job, ranks = host
     node = NodeRanks.of(ranks, job.rules.all_fields, job.layout)
@@ -230,7 +254,7 @@ def test_messages_of_a_host_are_numbered_by_part_then_group(host: tuple[Formed, 
         assert again == (parts[begin:] if begin < len(parts) else parts)
 
 
-@given(hosts())
+@given(any_hosts)
 @settings(max_examples=20)
 def test_a_skipped_step_is_one_message_without_packs(host: tuple[Formed, list[Mesh]]) -> None:
     job, ranks = host
@@ -283,7 +307,7 @@ def damaged(draw: st.DrawFn, part: NodePart, payload: tuple[Any, ...]) -> tuple[
 
 
 @settings(max_examples=100)
-@given(hosts(), st.data())
+@given(any_hosts, st.data())
 def test_damaged_messages_raise_value_error_or_give_messages_that_a_client_checks(
     host: tuple[Formed, list[Mesh]], data: st.DataObject
 ) -> None:
@@ -295,7 +319,10 @@ def test_damaged_messages_raise_value_error_or_give_messages_that_a_client_check
         found = split(part, payload, job.rules, job.layout)
     except ValueError:
         return
-    assert [rank for rank, *_ in found] == [*product(part.dp_ranks, part.cp_ranks)]
+    pairs = [*product(part.dp_ranks, part.cp_ranks)]
+    if DynamicCp.of(job.layout) is not None:
+        pairs = [divmod(rank, part.cp) for rank in part.dp_ranks]
+    assert [rank for rank, *_ in found] == pairs
     attached = Attached(feed="train", reader="r", lineage=0, next_step=0, rules=job.rules, layout=job.layout)
     for (dp_rank, cp_rank), message, views in found:
         packs, samples = len(message.packs_u32) // 4, len(message.lengths_u32) // 4

@@ -17,7 +17,6 @@ from msgspec import structs
 from streampack.core.model.mesh import DynamicCp, ReadBy
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
-from streampack.core.protocol.relay_messages import relayed
 from streampack.core.protocol.step_part import StepPart
 from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
@@ -1120,13 +1119,3 @@ def test_a_rank_that_goes_on_with_steps_of_another_layout_is_refused(dealt_by: s
     assert f"steps dealt by {dealt_by!r}, but feed 'train' has 'zigzag' now. Restart all trainers" in reject.detail
     peer = desk.come("a1", 3, rank=1, going_on=0, dealt_by="zigzag")
     assert not [e for to, e in desk.said if to == peer and isinstance(e.message, Reject)]
-
-
-def test_a_rank_behind_a_relay_is_refused_with_dynamic_cp_and_told_the_remedy() -> None:
-    desk = Desk(layout=DynamicCp(rank_tokens=8, max_group=8).layout)
-    peer = relayed(b"node1", "a0")
-    desk.say(peer, attach("a0", 0, dp=2, rank=0), fence=0)
-    (reject,) = [e.message for to, e in desk.said if to == peer and isinstance(e.message, Reject)]
-    assert reject.code == "mesh"
-    assert reject.detail.endswith("do not serve `cp: dynamic` yet. Set STREAMPACK_RELAY=off, or stop the relay")
-    assert "\n" not in reject.detail

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,22 +72,25 @@ class Rank:
 
 class Ranks:
     """Ranks that read until the end of the feed, or until the ``with`` ends, but at most ``most`` steps until
-    more are allowed. They begin at ``state``, and iterate ``iterations`` times.
+    more are allowed. They begin at ``state``, and iterate ``iterations`` times. With several ``relays``, as many ranks
+    read through each; some groups of ranks have members behind both.
     """
 
     def __init__(
         self, trainers: str, sizes: dict[str, int], most: float = math.inf, iterations: int = 1, state: Any = None,
-        prefetch: int = 2,
+        prefetch: int = 2, relays: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._iterations = iterations
         self._may, self._changed, self._over = most, threading.Condition(), False
         self._connections = ExitStack()
-        self.ranks = [
-            Rank(mesh, self._connections.enter_context(
+        self.ranks: list[Rank] = []
+        places = meshes(**sizes)
+        for number, mesh in enumerate(places):
+            if relays:
+                os.environ["STREAMPACK_RELAY"] = relays[number * len(relays) // len(places)]
+            self.ranks.append(Rank(mesh, self._connections.enter_context(
                 streampack.connect(trainers, mesh=mesh, format="numpy", prefetch=prefetch, timeout_s=PATIENCE_S)
-            ))
-            for mesh in meshes(**sizes)
-        ]  # fmt: skip
+            )))  # fmt: skip
         if state is not None:
             for rank in self.ranks:
                 rank.loader.load_state_dict(state)
@@ -148,11 +152,11 @@ class Job:
     broker: RunningBroker
     relay: str
 
-    def start_relay(self, *arguments: str, name: str = "relay") -> Daemon:
+    def start_relay(self, *arguments: str, name: str = "relay", listen: str = "") -> Daemon:
         """Start a relay and wait until it listens; the caller ends it."""
         found = Daemon(
-            self.path, name, "relay", "--broker", self.broker.trainers, "--listen", self.relay, "--log-level", "debug",
-            *arguments,
+            self.path, name, "relay", "--broker", self.broker.trainers, "--listen", listen or self.relay, "--log-level",
+            "debug", *arguments,
         )  # fmt: skip
         found.wait_for("ranks connect to")
         return found
@@ -195,10 +199,12 @@ def return_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "PROBE_S", 0.2)
 
 
-def directly(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> list[Read]:
+def directly(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], settings: dict[str, Any] = SETTINGS, most: float = math.inf
+) -> list[Read]:  # fmt: skip
     """What each rank reads without a relay."""
-    with job(monkeypatch) as found:
+    with job(monkeypatch, settings) as found:
         monkeypatch.setenv("STREAMPACK_RELAY", "off")
-        with Ranks(found.broker.trainers, sizes) as ranks:
-            ranks.allow(math.inf)
+        with Ranks(found.broker.trainers, sizes, most) as ranks:
+            ranks.allow(most)
         return [rank.read for rank in ranks.ranks]

@@ -144,7 +144,7 @@ class LoopTrainer(ClientProcess):
         length = np.full(len(ids), 1.0 if alone else 1.0 / mesh.cp)
         message = ReportValues(
             feed=self.job.feed, number=0, lineage=lineage, step=step, attempt=self.session.last_attempt,
-            part=mesh.dp_rank if alone else mesh.dp_rank * mesh.cp + mesh.cp_rank,
+            part=mesh.dp_rank if alone else mesh.dp_cp_rank,
             parts=mesh.dp if alone else mesh.dp * mesh.cp, names=NAMES,
             streams_u32=columns[:, 0].astype("<u4").tobytes(), indices_u64=columns[:, 1].astype("<u8").tobytes(),
             parts_u32=columns[:, 2].astype("<u4").tobytes(),
