@@ -143,6 +143,9 @@ def plan(
     per pass over the data. Then it prints the recommended settings, the reasons, and
     the lines for broker.yaml.
 
+    For a feed with `cp: dynamic`, it compares groups of ranks with the best static
+    size, with the cost of the exchange and without it.
+
     Lengths come from a file, from a run, or from the streams in producer.yaml. For
     producer.yaml, the command tokenizes some samples of each stream. If broker.yaml
     declares media, it also reads their sizes and keeps the limits of packs.
@@ -154,7 +157,7 @@ def plan(
         streampack plan http://node0:7400
         streampack plan http://node0:7400 --stage --out stage.yaml
     """
-    from streampack_services.plan import advice, advisor, plan_inputs, plan_options, plan_report, stage_plan
+    from streampack_services.plan import advice, advisor, group_plan, plan_inputs, plan_options, plan_report, stage_plan
     from streampack_services.terminal import progress_line
 
     if out is not None and (not stage or not out.absolute().parent.is_dir()):
@@ -172,6 +175,14 @@ def plan(
         _print_stage(report, out, as_json)
         return
     workload, options = plan_inputs.read(inputs)
+    if options.dynamic is not None:
+        if png is not None:
+            raise UserError(f"Got --png {png} for a feed with `cp: dynamic`, which has no chart. Leave --png out.")
+        with progress_line("planning") as show:
+            report = group_plan.compare(workload, options, lambda text: show(f"planning: {text}"))
+        report["why"] = group_plan.why(report)
+        print_result(report, as_json, group_plan.show)
+        return
     with progress_line("planning") as show:
         report = advisor.advise(workload, options, lambda text: show(f"planning: {text}"))
     report["why"] = advice.why(report, options.overlong)

@@ -212,15 +212,8 @@ def forecast(
     ``order``: the result of ``order_of`` for the same budget and streams. ``made``: the result of ``steps_of``, if
     known. Raises UserError if the packer or the mesh is not possible, or if no step can be formed.
     """
-    steps, full = made or steps_of(order, rules)
+    steps = long_run_steps(order, rules, made or steps_of(order, rules))
     steps = [msgspec.structs.replace(step, rules=rules) for step in steps]  # FORM does not know the shape of packs
-    if not order.ended:  # the end of the sample is not the end of the pass
-        steps = _without_tail(steps) if rules.batch is None else steps[:full] or steps
-    if not steps:
-        raise UserError(
-            f"Got {len(order.lengths):,} samples, which do not fill a step, and `tail: drop` drops incomplete steps. "
-            "Pass more samples, or set `tail: pad`."
-        )
     has_media = order.media is not None
     tokens, slots = np.concatenate([step.packs.sums[:2] for step in steps], axis=1)
     num_filled = int((slots > 0).sum())
@@ -256,6 +249,22 @@ def forecast(
         steps_high=size.steps_high,
         **on_mesh.figures,  # type: ignore[arg-type]  # mypy knows no types by name
     )
+
+
+def long_run_steps(order: Order, rules: Rules, made: FormedSteps) -> list[PlannedStep]:
+    """Return the steps that hold for the long run: without the last ones, if the samples are only a part of a pass.
+
+    Raises UserError if no step can be formed.
+    """
+    steps, full = made
+    if not order.ended:  # the end of the sample is not the end of the pass
+        steps = _without_tail(steps) if rules.batch is None else steps[:full] or steps
+    if not steps:
+        raise UserError(
+            f"Got {len(order.lengths):,} samples, which do not fill a step, and `tail: drop` drops incomplete steps. "
+            "Pass more samples, or set `tail: pad`."
+        )
+    return steps
 
 
 def _displacement(steps: list[PlannedStep], lengths: I64) -> Displacement:

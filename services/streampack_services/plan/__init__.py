@@ -6,6 +6,7 @@
 - ``plan_options``: reads the settings to compare, and varies one at a time around the base setting.
 - ``advisor``: forecasts every setting with ``forecast``, and chooses.
 - ``advice``: explains the choice in sentences, and writes the lines for broker.yaml.
+- ``group_plan``: for a feed with ``cp: dynamic``, compares groups of ranks with groups of one size instead.
 - ``stage_plan``: recommends a stage for a running broker, as ``streampack set stage`` takes it.
 - ``plan_report``: prints the result; ``charts`` draws it.
 

@@ -60,7 +60,7 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     """
     forecaster = _Forecaster(workload, options, say)
     if options.overlong == "error":
-        _refuse_overlong(workload, options.budgets[0], options.rules.limits)
+        refuse_overlong(workload, options.budgets[0], options.rules.limits)
     notes = _steps_notes(options, workload)
     if not options.keep_budget:
         options = _with_budget(options, forecaster)
@@ -184,7 +184,7 @@ class _Forecaster:
             return str(error)
 
 
-def _refuse_overlong(workload: Workload, budget: int, limits: MediaLimits | None) -> None:
+def refuse_overlong(workload: Workload, budget: int, limits: MediaLimits | None) -> None:
     """Raise SampleError if a sample has more tokens than ``budget``, or media over the ``limits`` of a pack."""
     for stream in workload.streams:
         for partition, lengths in enumerate(stream.partitions):

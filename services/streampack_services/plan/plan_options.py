@@ -19,6 +19,7 @@ from streampack.config.alignment import AlignSettings, Precision, derived_align
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.core.model.keys.planning_keys import Balance, Window
 from streampack.core.model.keys.stream_keys import Overlong
+from streampack.core.model.mesh import DynamicCp
 from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers import PACKERS
@@ -81,7 +82,8 @@ class PlanOptions:
     advised only if the first is not good enough. ``batch_samples``: mean samples per batch of a run whose batches end
     at marks. ``has_media``: samples have media.
     ``overlong``: policy for samples over the budget; None forecasts ``truncate`` to show its loss. With
-    ``overlong_of_all``, the policy holds for all streams, in place of their own.
+    ``overlong_of_all``, the policy holds for all streams, in place of their own. ``dynamic``: settings of a feed with
+    ``cp: dynamic``, for which there is no grid.
     """
 
     rules: Rules
@@ -101,6 +103,7 @@ class PlanOptions:
     step: dict[str, Any] = field(default_factory=dict)
     overlong: Overlong | None = None
     overlong_of_all: bool = False
+    dynamic: DynamicCp | None = None
 
     def without_media(self) -> PlanOptions:
         """Return the settings for lengths without sizes of media."""
@@ -174,24 +177,13 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanOptions:
     name = next(iter(broker.feeds)) if feed is None else feed
     if name not in broker.feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
-    _refuse_groups(broker.feeds[name].cp == "dynamic")
     rules, settings = rules_of_sizes(broker.plan(name)), broker.rules_of(name)
     joint = Balance("joint", group=settings.balance.group, patience=rules.balance.patience)
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
     return PlanOptions(
         rules, settings.align or DERIVED, broker.precision, joint, (mesh,), broker.feeds[name].layout, True,
-        has_media=rules.has_extra_bytes,
+        has_media=rules.has_extra_bytes, dynamic=DynamicCp.of(broker.feeds[name].layout),
     )  # fmt: skip
-
-
-def _refuse_groups(has_groups: bool) -> None:
-    """Raise UserError for a feed with groups of ranks."""
-    if has_groups:
-        raise UserError(
-            "got a feed with `cp: dynamic`, expected static context parallelism, because plans deal packs to fixed "
-            "groups. Call streampack.plan_step(lengths, ..., mode='dynamic_cp'), or plan a file of lengths with "
-            "`streampack plan lengths.npy --mesh dp=D,cp=C`, which shows what static context parallelism would give"
-        )
 
 
 def base_of_run(run: Served, *, other_mesh: bool) -> PlanOptions:
@@ -200,7 +192,11 @@ def base_of_run(run: Served, *, other_mesh: bool) -> PlanOptions:
     With ``other_mesh``, leave out the run's alignment, joint balance and mesh. Raises UserError for a feed with groups
     of ranks.
     """
-    _refuse_groups(run.has_groups)
+    if run.has_groups:
+        raise UserError(
+            f"{run.what} has `cp: dynamic`, whose settings are in broker.yaml. Pass this file, too, as -c broker.yaml, "
+            f"and leave out --stage"
+        )
     rules = rules_of_sizes(run.rules)
     marked = rules.batch is not None and rules.batch.samples is None
     options = PlanOptions(
@@ -220,6 +216,8 @@ def options_of(args: PlanInputs, base: PlanOptions) -> PlanOptions:
             "The rules have `padded: true`, but plan forecasts packs. Pass only the lengths, or plan a single batch "
             "with streampack.plan_step(mode='padded')."
         )
+    if base.dynamic is not None:
+        _refuse_grid(args)
     meshes = tuple(map(_mesh, args.meshes)) or base.meshes
     packer, rules = base.rules.new_packer().name, with_packer(base.rules, base.rules.packer)
     rules, step = _with_step(args, rules, base)
@@ -248,6 +246,20 @@ def options_of(args: PlanInputs, base: PlanOptions) -> PlanOptions:
         precision=cast("Precision | None", args.precision) or base.precision,
         keep_budget=base.keep_budget or args.budget is not None, overlong_of_all=args.overlong is not None,
     )  # fmt: skip
+
+
+def _refuse_grid(args: PlanInputs) -> None:
+    """Raise UserError for options whose values only a plan of static context parallelism compares."""
+    options = {
+        "--budget": args.budget, "--window": args.window, "--packer": args.packer, "--shape": args.shapes,
+        "--precision": args.precision, "a second --mesh": args.meshes[1:],
+    }  # fmt: skip
+    for name, got in options.items():
+        if got:
+            raise UserError(
+                f"Got {name} for a feed with `cp: dynamic`, whose plan compares groups of ranks for the rules and one "
+                f"mesh. Leave it out, and change broker.yaml instead."
+            )
 
 
 def _with_step(args: PlanInputs, rules: Rules, base: PlanOptions) -> tuple[Rules, dict[str, Any]]:

@@ -15,9 +15,8 @@ from streampack_services.terminal import add_numbers, new_console
 Tree = dict[str, Any]
 
 
-def show_plan(plan: Tree) -> None:
-    """Print the result of ``advisor.advise``, with the ``why`` and ``broker_yaml`` of ``advice``."""
-    console = new_console()
+def print_lengths(plan: Tree, console: Console) -> None:
+    """Print what the lengths of a plan are: ``Workload.about``."""
     console.print(Text.assemble((str(plan["what"]), "bold"), f"  {_lengths_text(plan['lengths'])}"), soft_wrap=True)
     if plan["media"] is not None:
         console.print(_media_text(plan["media"]), soft_wrap=True)
@@ -25,6 +24,12 @@ def show_plan(plan: Tree) -> None:
         console.print(_read_text(stream, alone=len(plan["streams"]) == 1))
     for note in plan["notes"]:
         console.print(note)
+
+
+def show_plan(plan: Tree) -> None:
+    """Print the result of ``advisor.advise``, with the ``why`` and ``broker_yaml`` of ``advice``."""
+    console = new_console()
+    print_lengths(plan, console)
     console.print()
     _print_table(plan)
     for row in plan["settings"]:

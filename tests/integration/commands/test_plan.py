@@ -21,6 +21,7 @@ from streampack_services.ledger.state_dir import read_ledger
 
 import streampack
 from streampack.core.packers import PACKERS
+from tests.docs.pages import BLOCKS
 from tests.integration.commands.planned_run import RULES, ask, make_files, producer
 from tests.integration.running import (
     RunningBroker,
@@ -295,14 +296,50 @@ def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
     assert found["notes"] == ["a step has 63 packs instead of 64, because the packs of a step must be a multiple of dp"]
 
 
-def test_a_feed_with_dynamic_context_parallelism_is_refused(lengths: Path, tmp_path: Path) -> None:
-    feed = {"cp": "dynamic", "rank_tokens": 64, "max_group": 2}
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A broker.yaml with ``cp: dynamic``."""
+    feed = {"cp": "dynamic", "rank_tokens": 256, "max_group": 8, "exchange": {"node": 0.05, "across": 0.2}}
     conf = {
-        "rules": {"budget": 128, "step": {"packs": 4}, "shape": "exact"}, "streams": {"web": {}},
-        "feeds": {"train": feed}, "planned_mesh": {"dp": 2, "cp": 2},
+        "rules": {"budget": 2048, "step": {"packs": 7}, "shape": "exact", "overlong": "truncate"},
+        "streams": {"data": {}}, "feeds": {"train": feed}, "planned_mesh": {"dp": 4, "cp": 4},
     }  # fmt: skip
-    line = the_error(in_process("plan", lengths, "-c", write(tmp_path / "broker.yaml", conf)), 2)
-    assert "got a feed with `cp: dynamic`, expected static context parallelism" in line
+    return write(tmp_path_factory.mktemp("grouped") / "broker.yaml", conf)
+
+
+def test_the_plan_of_the_page_has_groups_that_cost_no_more_than_the_best_static_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [block for block in BLOCKS if block.page == "docs/how-to/dynamic-cp.md"]
+    (tmp_path / "broker.yaml").write_text(next(block.code for block in blocks if block.language == "yaml"))
+    np.save(tmp_path / "lengths.npy", np.clip(np.random.default_rng(0).lognormal(7, 1.5, 2000), 1, 64000).astype(int))
+    monkeypatch.chdir(tmp_path)
+    command, *words = next(block.code for block in blocks if block.language == "bash").split()
+    assert command == "streampack"
+    dynamic, static, free, static_free = ask(*words)["layouts"]
+    assert 1 <= dynamic["costliest_over_mean"] <= static["costliest_over_mean"]
+    assert 1 <= free["costliest_over_mean"] <= static_free["costliest_over_mean"]
+    assert free["costliest_over_mean"] <= dynamic["costliest_over_mean"]
+    assert dynamic["exchanged_per_token"] < static["exchanged_per_token"]
+    text = " ".join(in_process(*words).stdout.split())
+    assert "less time than with `cp: static` and cp=8. - Ranks exchange" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--budget", "2048"), "Got --budget for a feed with `cp: dynamic`"),
+        (("--mesh", "dp=8", "--mesh", "dp=4"), "Got a second --mesh for a feed with `cp: dynamic`"),
+        (("--mesh", "dp=4"), "got a budget of 2048 tokens with 4 dp x cp ranks, expected at most 1024"),
+        (("--mesh", "dp=16,pp=2"), "got `cp: dynamic` with pp=2"),
+        (("--overlong", "error"), "expected at most the budget of 2048 tokens"),
+        (("--png", "plan.png"), "Got --png plan.png for a feed with `cp: dynamic`, which has no chart"),
+    ],
+)
+def test_options_that_a_plan_with_groups_would_ignore_are_refused(
+    lengths: Path, grouped: Path, words: tuple[str, ...], line: str
+) -> None:
+    assert line in the_error(in_process("plan", lengths, "-c", grouped, *words), 2)
 
 
 def test_a_key_of_one_packer_does_not_keep_the_others_from_being_forecast(lengths: Path, tmp_path: Path) -> None:

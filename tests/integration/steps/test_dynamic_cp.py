@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -318,8 +319,22 @@ def test_a_replay_has_the_packs_of_groups_and_needs_the_mesh(
     assert {(pack["micro_batch"], pack["first_rank"], pack["num_ranks"]) for pack in report["packs"]} == served
 
 
-def test_a_plan_for_a_run_with_groups_is_refused(dynamic: list[list[Step[Pack]]], state: Path) -> None:
-    assert "got a feed with `cp: dynamic`, expected static" in the_error(in_process("plan", state), 2)
+def test_a_plan_for_a_run_with_groups_takes_its_broker_yaml(
+    dynamic: list[list[Step[Pack]]], state: Path, tmp_path: Path
+) -> None:
+    line = "has `cp: dynamic`, whose settings are in broker.yaml. Pass this file, too, as -c broker.yaml"
+    assert line in the_error(in_process("plan", state), 2)
+    config = write(tmp_path / "broker.yaml", settings(DYNAMIC, state, dp=2, cp=4))
+    plan = json.loads(in_process("plan", state, "-c", config, "--json").stdout)
+    planned, groups = plan["layouts"][0], Counter[str]()
+    of_ranks = [[pack for step in steps for pack in tuple(step)] for steps in dynamic]
+    for rank, packs in enumerate(of_ranks):
+        groups.update(str(pack.cp_size) for pack in packs if pack.num_samples and (pack.cp_ranks or (-1, 0))[0] == rank)
+    assert plan["steps"] == len(dynamic[0])
+    assert planned["micro_batches"] * plan["steps"] == pytest.approx(len(of_ranks[0]))
+    assert planned["groups"] == groups
+    delivered = sum(len(pack.input_ids) for packs in of_ranks for pack in packs)
+    assert planned["padding"] == pytest.approx(1 - sum(LENGTHS) / delivered)
 
 
 def test_why_refuses_to_guess_a_mesh(dynamic: list[list[Step[Pack]]], state: Path) -> None:
