@@ -247,13 +247,8 @@ class Reading:
         self._prefetching.check_usable()
         attached = self._prefetching.attached
         assert attached is not None  # a step has come
-        ids = step.sample_ids
-        if reduce == "same" and attached.layout.startswith("dynamic"):
-            raise UserError(
-                "got reduce='same' for a feed with `cp: dynamic`, expected 'sum', because several ranks share a "
-                "sample. Report the value on the rank whose batch has cp_rank 0, and 0 on the others"
-            )
-        self._reporting.report(step.index, attached.lineage, self._session.last_attempt, ids, values, reduce)  # type: ignore[arg-type]
+        place = step.index, attached.lineage, self._session.last_attempt
+        self._reporting.report(*place, step.sample_ids, values, reduce, step.cp_sizes)  # type: ignore[arg-type]
 
     # Checkpoints
 

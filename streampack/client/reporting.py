@@ -44,14 +44,20 @@ class Reporting:
         self._published = attempt, number
 
     def report(
-        self, step: int, lineage: int, attempt: Attempt, ids: I64, values: Mapping[str, Any], reduce: Reduce
+        self, step: int, lineage: int, attempt: Attempt, ids: I64, values: Mapping[str, Any], reduce: Reduce,
+        cp_sizes: I64 | None = None,
     ) -> None:  # fmt: skip
-        """Report values of the samples ``ids`` of a step, unless another rank does."""
+        """Report values of the samples ``ids`` of a step, unless another rank does.
+
+        ``cp_sizes``: ranks that share each sample, powers of two, with dynamic context parallelism.
+        """
         if reduce not in ("sum", "same"):
             raise UserError(f"got reduce={reduce!r}, expected 'sum' or 'same'")
         columns = {name: _column(name, column, len(ids)) for name, column in values.items()}
         if not 0 < len(columns) <= MAX_FIELDS:
             raise UserError(f"got {len(columns)} values for each sample, expected 1 to {MAX_FIELDS}")
+        if reduce == "same" and cp_sizes is not None:  # the sum of equal parts is exact
+            columns, reduce = {name: column / cp_sizes for name, column in columns.items()}, "sum"
         mesh, alone = self._mesh, reduce == "same"
         if mesh.tp_rank or mesh.pp_rank != mesh.pp - 1 or (alone and mesh.cp_rank):
             return

@@ -81,7 +81,7 @@ class Step(Generic[BatchT]):
         Args:
             values: By name, one number for each row of ``sample_ids``: an array, a tensor or a list.
             reduce: Context-parallel ranks hold parts of the same samples. With ``"sum"`` their values are added; with
-                ``"same"`` each has the whole value, and the first one speaks.
+                ``"same"`` each has the whole value, and it counts once.
 
         Raises:
             UserError: A value has another shape, or the step was not made by a loader.

@@ -79,8 +79,8 @@ def read_ranks(broker: Any, source: Source, dp: int, cp: int, **options: Any) ->
             for step in steps:
                 tuple(step)  # made while the client lives
             if "verify" in options:
-                with pytest.raises(UserError, match="got reduce='same' for a feed with `cp: dynamic`, expected 'sum'"):
-                    steps[0].report({"loss": np.zeros(len(steps[0].sample_ids))}, reduce="same")
+                steps[0].report({"third": steps[0].sample_ids[:, 1] / 3}, reduce="same")
+                steps[0].report({"ranks": np.ones(len(steps[0].sample_ids))})
             return steps
 
     with producing_here(broker.producers, {"web": source}), ThreadPoolExecutor(dp * cp) as pool:
@@ -93,9 +93,33 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dynamic(source: Source, state: Path) -> Iterator[list[list[Step[Pack]]]]:
-    with running_broker(settings(DYNAMIC, state, dp=2, cp=4)) as broker:
-        yield read_ranks(broker, source, 2, 4, verify=True)
+def broker(state: Path) -> Iterator[RunningBroker]:
+    with running_broker(settings(DYNAMIC, state, dp=2, cp=4)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def dynamic(source: Source, broker: RunningBroker) -> list[list[Step[Pack]]]:
+    return read_ranks(broker, source, 2, 4, verify=True)
+
+
+def test_values_that_all_ranks_of_a_group_report_count_once_or_are_added(
+    broker: RunningBroker, dynamic: list[list[Step[Pack]]]
+) -> None:
+    values, ids = dict[str, list[float]](), list[int]()
+    with sp.results(broker.trainers, start="oldest", timeout_s=PATIENCE_S) as results:
+        for found in results:
+            values |= {name: column.tolist() for name, column in found.values.items()}
+            ids = found.sample_ids[:, 1].tolist()
+            if values.keys() == {"third", "ranks"}:
+                break
+    sizes = dict[int, int]()
+    for steps in dynamic:
+        for pack in tuple(steps[0]):
+            sizes |= dict.fromkeys(pack.sample_ids[:, 1].tolist(), pack.cp_size or 0)
+    assert dict(zip(ids, values["ranks"], strict=True)) == sizes
+    assert values["third"] == [sample / 3 for sample in ids]
+    assert {1, 2, 4} <= {*sizes.values()}
 
 
 def test_steps_are_those_of_static_cp_on_any_mesh(source: Source, dynamic: list[list[Step[Pack]]]) -> None:
