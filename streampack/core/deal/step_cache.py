@@ -119,12 +119,14 @@ class KeptSteps:
         Fields of axis ``sample`` and ``edges`` are not counted.
         """
         tokens, (cut, whole) = int(packs.widths.sum()), self._token_bytes(frames)
-        if packs.sizes is not None:
-            return int((packs.widths // packs.sizes).sum()) * cut + tokens * whole
+        if packs.sizes is None:
+            of_shards = tokens // self._shares(mesh) * shards
+        else:
+            of_shards = int((packs.widths // packs.sizes).sum())
         of_rows = sum(field.value_bytes for field in self._by_row if field.name in frames)
         rows = int(self._table.length[packs.handles].sum()) if of_rows else 0
         media = int(self._table.extra_bytes[packs.handles].sum()) if MEDIA in frames else 0
-        return tokens // self._shares(mesh) * shards * cut + tokens * whole + rows * of_rows + media
+        return of_shards * cut + tokens * whole + rows * of_rows + media
 
     def node_bytes(self, packs: Contents, node: NodeRanks) -> int:
         """Return the payload bytes of a message with these packs for a host, as ``num_bytes`` does."""

@@ -137,9 +137,11 @@ def dynamic_jobs(draw: st.DrawFn) -> Formed:
     dynamic = replace(dynamic, rank_tokens=group * dynamic.rank_tokens)
     budget = group * dynamic.rank_tokens
     lengths = draw(st.lists(st.integers(1, budget) | st.integers(1, dynamic.rank_tokens), min_size=1, max_size=40))
+    media = (Field(name="image", dtype="uint8", axis="item"),) if draw(st.booleans()) else ()
     rules = Rules(
         budget=budget, align=Align(sample=align, pack=align), fields=draw(fields()), packs=draw(st.integers(1, 4)),
         shape=draw(st.sampled_from(["exact", "fixed"])), tokens=draw(st.sampled_from(["uint16", "int32"])),
+        media_fields=media,
     )  # fmt: skip
     assert not mesh_refusal(mesh, rules, dynamic.layout)
     rank_bytes = dynamic.rank_tokens * rules.token_bytes
@@ -224,7 +226,7 @@ def test_the_arena_gives_the_shards_of_the_first_rank_then_of_the_next(host: tup
                 assert found[i].tobytes() == np.concatenate(expected).tobytes()
 
 
-@given(hosts(), st.integers(0, 12))
+@given(any_hosts, st.integers(0, 12))
 def test_messages_of_a_host_are_numbered_by_part_then_group(host: tuple[Formed, list[Mesh]], begin: int) -> None:
     job, ranks = host
     node = NodeRanks.of(ranks, job.rules.all_fields, job.layout)
@@ -240,7 +242,8 @@ def test_messages_of_a_host_are_numbered_by_part_then_group(host: tuple[Formed, 
         shards = 1 if job.layout == "whole" else len(node.cp_ranks)
         shares = 1 if job.layout == "whole" else job.mesh.cp
         for part, packs in found:
-            num_bytes = int(part.widths(job.rules).sum()) // shares * shards * job.rules.token_bytes
+            of_rank = packs.widths // (shares if packs.sizes is None else packs.sizes)
+            num_bytes = int(of_rank.sum()) * shards * job.rules.token_bytes
             payload = job.arena.gather(packs, part.frames, part.cp, part.cp_ranks, job.layout)
             of_tokens = {INPUT_IDS, MEDIA, *(field.name for field in job.rules.fields if field.axis == "token")}
             sent = sum(frame.nbytes for name, frame in zip(part.frames, payload, strict=True) if name in of_tokens)
