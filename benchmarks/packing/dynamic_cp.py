@@ -45,6 +45,11 @@ def lengths_of(kind: str, ranks: int, seed: int = 1) -> I64:
     return lengths[np.cumsum(lengths) <= tokens]
 
 
+def many_lengths(kind: str, ranks: int, samples: int) -> I64:
+    """Return so many lengths, drawn for so many ranks or more."""
+    return np.concatenate([lengths_of(kind, ranks, seed) for seed in range(10)])[:samples]
+
+
 def _draw(kind: str, rng: np.random.Generator, n: int = 4096) -> NDArray[np.float64]:
     if kind == "long_sft":
         return np.where(rng.random(n) < 0.005, rng.uniform(16e3, 120e3, n), rng.lognormal(6.5, 0.8, n))
@@ -125,9 +130,9 @@ def _beside_megatron(checkout: Path) -> None:
     vars(modules["megatron.core.rerun_state_machine"])["RerunDataIterator"] = object
     sys.modules.update(modules)  # the scheduler needs nothing of them
     scheduling = run_path(str(checkout / "megatron/core/pipeline_parallel/hybrid_cp_schedule.py"))
-    for ranks in RANKS[:2]:
+    for ranks, samples in ((8, 0), (64, 0), (64, 1024)):
         for kind in KINDS:
-            lengths = lengths_of(kind, ranks)
+            lengths = many_lengths(kind, ranks, samples) if samples else lengths_of(kind, ranks)
             scheduler = scheduling["BalancedCPScheduler"](RANK_TOKENS, SimpleNamespace(size=lambda ranks=ranks: ranks))
             began = time.process_time()
             _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
@@ -161,8 +166,8 @@ def _path_of_groups(lengths: I64, groups: list[list[list[int]]], costs: CpCosts)
 
 
 def _times(kind: str, ranks: int, samples: int) -> dict[str, Any]:
-    """Return the time of a plan of so many samples, drawn for so many ranks or more."""
-    lengths = np.concatenate([lengths_of(kind, ranks, seed) for seed in range(10)])[:samples]
+    """Return the time of a plan of so many samples."""
+    lengths = many_lengths(kind, ranks, samples)
     times = [_timed(lengths, ranks, costs)[1] for costs in (WITHOUT, WITH)]
     return {"kind": kind, "ranks": ranks, "samples": len(lengths), "ms": times[0], "ms_with_exchange": times[1]}
 
