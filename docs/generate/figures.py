@@ -441,7 +441,7 @@ SHADES = {1: 0.12, 2: 0.3, 4: 0.55, 8: 0.9}
 
 def dynamic_cp() -> str:
     """Draw a step on 16 ranks with groups of one size, and with groups of the size that each sample needs."""
-    samples = np.concatenate([[64_000, 32_000, 16_000], np.minimum(_documents(0, 340, 6.6, 0.9), 4096)])
+    samples = np.concatenate([[64_000, 28_000, 16_000, 12_000], np.minimum(_documents(0, 339, 6.6, 0.9), 4096)])
     costs = CpCosts(node=0.05, across=0.2)
     static = plan_uniform(samples, RANKS, 8192, 8, costs)
     dynamic = plan_groups(samples, RANKS, 8192, RANKS, costs)

@@ -94,7 +94,7 @@ class DynamicCp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The same across nodes."""
     node_ranks: Annotated[int, Meta(ge=1, le=4096)] = 8
     """Ranks of a node."""
-    planner: Annotated[int, Meta(ge=2, le=2)] = 2
+    planner: Annotated[int, Meta(ge=3, le=3)] = 3
     """Version of the planner: another version makes other plans."""
 
     @property

@@ -12,9 +12,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack.core.deal.dynamic_cp import cp_plan_kernels
-from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, costs_refusal, levels_of, plan_groups, plan_uniform
+from streampack.core.deal.dynamic_cp.cp_plan import (
+    CpCosts,
+    costs_refusal,
+    descending,
+    levels_of,
+    plan_groups,
+    plan_uniform,
+)
 from streampack.core.deal.dynamic_cp.cp_plan_kernels import (
-    MOST_COMPARED,
+    BUCKETS,
     cost_of,
     deal_groups,
     least_levels,
@@ -86,84 +93,116 @@ def test_a_plan_follows_from_the_lengths_in_any_order(drawn: Drawn) -> None:
 class PlainGroup(NamedTuple):
     level: int
     batch: int
-    first: int
     samples: list[int]
 
 
 def place_plainly(
     lengths: list[int], levels_of_samples: list[int], least: int, ranks: int, micro_batches: int, rank_tokens: int,
-    target: int, levels: I64, a: int, b: int,
+    total: int, full: int, target: int, costly: int, levels: I64, a: int, b: int,
 ) -> list[PlainGroup] | None:  # fmt: skip
-    """Place samples as ``place_samples`` does, by searching all groups for each sample."""
+    """Place samples as ``place_samples`` does, by searching all samples and groups each time."""
+    unit = int(levels[0, 1])
     groups: list[PlainGroup] = []
-    cursor = 0
-    used, goal = [0] * micro_batches, [target] * micro_batches
+    used, heights = list[int](), list[int]()
 
-    def cost(group: PlainGroup, *more: int) -> int:
-        return sum(cost_of(lengths[i], group.level, levels, a, b) for i in [*group.samples, *more])
+    def cost(level: int, *samples: int) -> int:
+        return sum(int(cost_of(lengths[i], level, levels, a, b)) for i in samples)
 
-    def fits(group: PlainGroup, sample: int) -> bool:
+    def has_room(group: PlainGroup, sample: int) -> bool:
         tokens = sum(int(padded(lengths[i], group.level, levels)) for i in [*group.samples, sample])
         return tokens <= rank_tokens << group.level
 
-    def put(group: PlainGroup, sample: int) -> None:
-        group.samples.append(sample)
-
-    def open_group(level: int, batch: int) -> PlainGroup:
-        groups.append(PlainGroup(level, batch, used[batch], []))
-        used[batch] += 1 << level
-        return groups[-1]
-
-    wide = [i for i, level in enumerate(levels_of_samples) if level > least]
-    for i in wide:
-        level = levels_of_samples[i]
-        same = [g for g in groups if g.level == level and fits(g, i)]
-        same = [g for g in same if cost(g, i) <= goal[g.batch]]
-        free = [m for m in range(micro_batches) if ranks - used[m] >= 1 << level]
-        if same:
-            group = max(same, key=cost)
-        elif free:
-            alone = cost_of(lengths[i], level, levels, a, b)
-            group = open_group(level, min(free, key=lambda m: (max(alone - goal[m], 0), used[m], m)))
-        else:
-            turned = [groups[(cursor + k) % len(groups)] for k in range(len(groups))]
-            larger = [g for g in turned if fits(g, i)][:MOST_COMPARED]
-            if not larger:
-                return None
-            if len(larger) == MOST_COMPARED:
-                cursor = groups.index(larger[-1]) + 1
-            group = min(larger, key=lambda g: cost(g, i) - goal[g.batch])
-        put(group, i)
-        goal[group.batch] = max(goal[group.batch], cost(group))
-    for m in range(micro_batches):
+    left = [i for i, level in enumerate(levels_of_samples) if level > least or cost(least, i) > costly]
+    others = range(len(left), len(lengths))
+    while left:
+        used.append(0)
+        height = -1
+        while True:
+            longest = {levels_of_samples[i]: i for i in reversed(left) if 1 << levels_of_samples[i] <= ranks - used[-1]}
+            if not longest:
+                break
+            level = max(sorted(longest), key=lambda level: cost(level, longest[level]))
+            if height < 0:
+                share = max(total, 0) // ranks
+                height = max(min(target - target % unit, 2 * (share - share % unit)), cost(level, longest[level]))
+            group = PlainGroup(level, len(used) - 1, [longest[level]])
+            for i in sorted(left, key=lambda i: (-levels_of_samples[i], i)):
+                is_new = i != group.samples[0] and levels_of_samples[i] <= level
+                if is_new and has_room(group, i) and cost(level, *group.samples, i) <= height:
+                    group.samples.append(i)
+            left = [i for i in left if i not in group.samples]
+            groups.append(group)
+            used[-1] += 1 << level
+            filled = cost(level, *group.samples)
+            total -= filled + min(height - filled, full) << level
+        total -= min(height, full) * (ranks - used[-1])
+        heights.append(height)
+    share = max(total, 0) // (ranks * max(micro_batches - len(used), 1))
+    share -= share % unit
+    above = share if micro_batches <= len(used) else 0
+    while len(used) < micro_batches:
+        used.append(0)
+        heights.append(share)
+    for m in range(len(used)):
         while used[m] < ranks:
-            open_group(max(level for level in range(least + 1) if used[m] + (1 << level) <= ranks), m)
-    for i in range(len(wide), len(lengths)):
-        room = [g for g in groups if fits(g, i)]
-        if not room:
-            return None
-        put(min(room, key=lambda g: cost(g) - goal[g.batch]), i)
+            level = max(level for level in range(least + 1) if used[m] + (1 << level) <= ranks)
+            groups.append(PlainGroup(level, m, []))
+            used[m] += 1 << level
+    span, shift = above + max(heights) + cost(least, *others[:1]), 0
+    while span >> shift >= BUCKETS:
+        shift += 1
+
+    def bucket(group: PlainGroup) -> int:
+        lacks = cost(group.level, *group.samples) - heights[group.batch] + max(heights)
+        return min(lacks >> shift, BUCKETS - 1)
+
+    line, asleep = list(groups), list[PlainGroup]()
+    for i in others:
+        woken = [group for group in reversed(asleep) if has_room(group, i)]
+        asleep = [group for group in asleep if not any(group is other for other in woken)]
+        line += woken
+        while True:
+            if not line:
+                return None
+            group = line.pop(min(range(len(line)), key=lambda k: bucket(line[k])))
+            if has_room(group, i):
+                group.samples.append(i)
+                line.append(group)
+                break
+            asleep.append(group)
     return groups
 
 
-@given(drawn_steps(), st.integers(0, 3), st.integers(1, 4), st.integers(0, 2))
+@given(drawn_steps(), st.integers(0, 3), st.integers(1, 4), st.integers(0, 2), st.integers(0, 4))
 def test_samples_are_placed_as_a_plain_search_places_them(
-    drawn: Drawn, least: int, micro_batches: int, wider: int
+    drawn: Drawn, least: int, micro_batches: int, wider: int, quarters: int
 ) -> None:
     costs = drawn.costs
     levels = levels_of(min(drawn.ranks, drawn.max_group), drawn.align, costs)
     lengths, least = -np.sort(-drawn.lengths), min(least, len(levels) - 1)
     level_of = np.minimum(least_levels(lengths, least, drawn.rank_tokens, levels) + wider, len(levels) - 1)
-    target = total_cost(lengths, level_of, levels, costs.a, costs.b) // (drawn.ranks * micro_batches)
-    arguments = (least, drawn.ranks, micro_batches, drawn.rank_tokens, target, levels, costs.a, costs.b)
-    critical, group_of, _, level, batch_of, first_of = place_samples(lengths, level_of, *arguments)
+    total = total_cost(lengths, level_of, levels, costs.a, costs.b)
+    full = min(drawn.rank_tokens * costs.a * int(levels[0, 1]), total)
+    mean = total // (drawn.ranks * micro_batches)
+    arguments = (
+        least, drawn.ranks, micro_batches, drawn.rank_tokens, total, full, mean * quarters // 4, mean // 5, levels,
+        costs.a, costs.b,
+    )  # fmt: skip
+    critical, count, group_of, cost, level, batch_of = place_samples(lengths, level_of, *arguments)
     plain = place_plainly(lengths.tolist(), level_of.tolist(), *arguments)
     if plain is None:
         assert critical == -1
         return
-    assert list(zip(level.tolist(), batch_of.tolist(), first_of.tolist(), strict=True)) == [g[:3] for g in plain]
+    assert list(zip(level.tolist(), batch_of.tolist(), strict=True)) == [group[:2] for group in plain]
     for number, group in enumerate(plain):
-        assert np.flatnonzero(group_of == number).tolist() == group.samples
+        assert np.flatnonzero(group_of == number).tolist() == sorted(group.samples)
+    assert count == max(batch_of) + 1
+    assert critical == sum(cost[batch_of == m].max() for m in range(count))
+
+
+@given(st.lists(st.integers(0, 9) | st.integers(0, 1 << 62), max_size=40))
+def test_values_are_ordered_largest_first_and_ties_by_number(values: list[int]) -> None:
+    assert descending(np.array(values, np.int64)).tolist() == sorted(range(len(values)), key=lambda i: -values[i])
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12), st.sampled_from([8, 12]))
@@ -180,18 +219,13 @@ def test_micro_batches_take_the_costliest_groups_that_have_room(drawn: list[tupl
             room -= 1 << groups[best][1]
         expected.append(sorted(taken))
     cost, level = np.array(groups).T.copy()
-    batch_of, first_of = np.zeros((2, len(groups)), np.int64)
-    critical = deal_groups(cost, level, batch_of, first_of, ranks, micro_batches)
+    batch_of = np.zeros(len(groups), np.int64)
+    critical = deal_groups(cost, level, descending(cost), batch_of, ranks, micro_batches)
     if left:
         assert critical == -1
         return
     assert [np.flatnonzero(batch_of == m).tolist() for m in range(micro_batches)] == expected
     assert critical == sum(max(groups[j][0] for j in taken) for taken in expected)
-    assert not (first_of % (1 << level)).any()
-    for taken in expected:
-        assert sorted(r for j in taken for r in range(first_of[j], first_of[j] + (1 << groups[j][1]))) == [
-            *range(ranks)
-        ]
 
 
 @given(drawn_steps())

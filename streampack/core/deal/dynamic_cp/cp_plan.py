@@ -4,17 +4,17 @@ The ranks are those of the data-parallel and context-parallel axes in one line. 
 groups of 1, 2, 4 and more consecutive ranks. A group has one pack, and each of its ranks a shard of every sample. The
 plan aims at the smallest sum, over micro-batches, of the costliest rank.
 
-A try has a size of the smallest groups and a number of micro-batches. Costly samples may get larger groups than their
-tokens need, up to a limit. A try places the samples of large groups first. Each of the others goes to the group that is
-furthest below the goal of its micro-batch. Then groups of like cost move to the same micro-batch. Bounds rule out most
-tries. Groups of one size are among the tries, so a plan is never worse than static context parallelism of any size that
-has room.
+A try has a size of the smallest groups and a least number of micro-batches. Costly samples may get larger groups than
+their tokens need, up to a limit. A try fills one micro-batch after another with costly samples. The costliest one
+decides the height of the micro-batch, and no group passes it. Short samples then fill what is left. At the end, groups
+of like cost move to the same micro-batch. Bounds rule out most tries. Groups of one size are among the tries, so a plan
+is never worse than static context parallelism of any size that has room.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
+from math import inf, lcm
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +30,18 @@ from streampack.core.deal.dynamic_cp.cp_plan_kernels import (
 )
 from streampack.core.model.samples import I64
 
-CLOSE = 1.008
+CLOSE = 1.005
 """A plan within this factor of its bound is not improved."""
 BETTER = 0.997
-"""A plan with more micro-batches or larger groups must cost less than this share of the best."""
+"""A plan with more micro-batches must cost less than this share of the best."""
 MANY_SAMPLES = 2
 """Samples of middle length that a group should hold."""
-MOST_PLACED = 80_000
-"""Samples and groups of all tries of a step, about."""
+COSTLY = 5
+"""A sample is costly if it costs a rank more than one of so many parts of a micro-batch, in most tries."""
+WORK, WORK_OF_SAMPLE = 50_000, 4
+"""Samples and groups that all tries of a step may place, about: a number, and more for each sample."""
+WORK_OF_TRY = 1000
+"""The work of a try besides its samples and groups."""
 MOST_SUM = 2.0**62
 """The largest sum of costs, so that no number overflows."""
 
@@ -170,13 +174,26 @@ def _plan(lengths: I64, ranks: int, rank_tokens: int, levels: I64, costs: CpCost
             f"{rank_tokens} tokens hold. Raise rank_tokens or max_group, or use more ranks"
         )
     _check_sum(lengths, levels, costs)
-    order = np.argsort(-lengths, kind="stable")
+    order = descending(lengths)
     tries = _Tries(lengths[order], ranks, rank_tokens, levels, costs)
-    critical, groups, cost, level, micro_batch, first = tries.best(least)
-    group_of = np.empty(len(lengths), np.int64)
+    critical, count, groups, cost, level, micro_batch = tries.best(least)
+    group_of, size = np.empty(len(lengths), np.int64), 1 << level
     group_of[order] = groups
-    count = int(micro_batch.max(initial=0)) + 1
-    return CpPlan(group_of, 1 << level, first, micro_batch, cost >> most, count, critical / (1 << most))
+    in_line = np.lexsort((-size, micro_batch))  # largest first, so that groups are aligned
+    first = np.empty_like(size)
+    first[in_line] = (np.cumsum(size[in_line]) - size[in_line]) % ranks
+    return CpPlan(group_of, size, first, micro_batch, cost >> most, count, critical / (1 << most))
+
+
+def descending(values: I64) -> I64:
+    """Return the order of values of at least 0, largest first, ties by number; int64 [n].
+
+    Sorting numbers that hold value and place is much faster than sorting places by values.
+    """
+    most, bits = int(values.max(initial=0)), len(values).bit_length()
+    if most.bit_length() + bits > 63:
+        return np.argsort(-values, kind="stable")
+    return np.sort((most - values << bits) | np.arange(len(values))) & (1 << bits) - 1
 
 
 def levels_of(max_group: int, align: int, costs: CpCosts) -> I64:
@@ -224,7 +241,7 @@ def _sum_refusal(total: float, longest: int, levels: I64, costs: CpCosts) -> str
     )
 
 
-_Placed = tuple[int, I64, I64, I64, I64, I64]
+_Placed = tuple[int, int, I64, I64, I64, I64]
 """What ``place_samples`` returns."""
 
 
@@ -236,106 +253,116 @@ class _Tries:
         self._factors = levels, costs.a, costs.b
         self._most = len(levels) - 1
         self._near = min(costs.ranks_of_node.bit_length() - 1, self._most)
-        self._has_exchange = bool(levels[:, 2].any())
+        self._has_exchange = costs.node + costs.across > 0
         self._fewest = max(-(-int(lengths.sum()) // (ranks * rank_tokens)), 1)
+        self._most_misses = 0 if self._has_exchange else 1  # fewer other tries are likely without exchange
         self._bounds = dict[int, tuple[int, I64]]()
         self._best: _Placed | None = None
-        self._micro_batches = self._fewest
-        self._placed = 0
+        self._work_left = WORK + WORK_OF_SAMPLE * len(lengths)
 
     def best(self, smallest: int) -> _Placed:
         """Return the best placement in groups of the level ``smallest`` or higher; its cost is in the kernels' unit."""
-        for least, limit in self._candidates(smallest):
+        for least, limit, *height in self._candidates(smallest):
             bound, level_of = self._bound(least)
-            is_static = limit == least and bool((level_of == least).all())
+            is_static = self._has_exchange and limit == least and bool((level_of == least).all())
             least_cost = self._bound(0)[0] if self._ranks % (1 << least) else bound  # the last groups are smaller
-            if not self._is_good(least_cost, self._bound(smallest)[0], least, is_static and self._has_exchange):
-                self._try_micro_batches(bound, least, level_of, limit, is_static or self._best is None)
+            if not self._is_good(least_cost, self._bound(smallest)[0], is_static):
+                self._try_micro_batches(least, limit, *height, must_try=is_static)
         assert self._best is not None  # each sample alone in a micro-batch has room
         return self._best
 
-    def _candidates(self, smallest: int) -> list[tuple[int, int]]:
-        """Return levels of the smallest groups, and limits to which costly samples get larger ones; likely ones first.
+    def _candidates(self, smallest: int) -> list[tuple[int, int, int, int]]:
+        """Return levels of the smallest groups, limits to which costly samples get larger ones, heights, and parts.
 
-        Without exchange, larger groups cost only padding. The best hold several samples of the length that half of the
-        tokens lie above. With exchange, groups of one rank, of two and of a node are best, or those that this length
-        needs. Costly samples should stay within a node.
+        The least height of a micro-batch is in quarters of the mean. A sample is costly if it costs more than one of
+        the parts of the mean. Likely candidates come first. Without exchange, larger groups cost only padding. The best
+        hold several samples of the length that half of the tokens lie above. With exchange, groups of one rank are
+        best, and costly samples should stay within a node.
         """
         most, near = self._most, self._near
-        sums = np.cumsum(self._lengths)
-        middle = int(np.searchsorted(sums, sums[-1] // 2)) if len(sums) else 0
         if self._has_exchange:
-            needed = int(self._bound(0)[1][middle]) if len(sums) else 0
-            likely = [(needed, needed)] if needed > 1 else []
-            likely += [(0, 0), (1, 1), (1, near), *((level, level) for level in range(most, 1, -1)), (1, most)]
-            others = [(least, limit) for least in range(most + 1) for limit in (near, most)]
+            wider = [(0, most, 3), (0, near, 2), (2, near, 3)]
+            likely = [(0, 0, 3, COSTLY), *((*each, COSTLY) for each in wider if each[0] < each[1]), (0, 0, 4, COSTLY)]
+            likely += [(level, level, *each) for level in range(1, most + 1) for each in ((4, 1), (3, COSTLY))]
         else:
-            tokens = MANY_SAMPLES * int(self._lengths[middle]) if len(sums) else 1
+            sums = np.cumsum(self._lengths)
+            middle = int(self._lengths[np.searchsorted(sums, sums[-1] // 2)]) if len(sums) else 1
+            tokens = MANY_SAMPLES * middle
             start = next((level for level in range(most) if self._rank_tokens << level >= tokens), most)
-            likely, others = [(level, most) for level in (*range(start, most + 1), *range(start))], []
-        return [(a, b) for a, b in dict.fromkeys([*likely, *others]) if smallest <= a <= b <= most]
+            order = (*range(start, most + 1), *range(start))
+            likely = [(level, most, quarters, COSTLY) for level in order for quarters in (4, 3)]
+        return list(dict.fromkeys(each for each in likely if smallest <= each[0] <= each[1]))
 
     def _bound(self, least: int) -> tuple[int, I64]:
         """Return a bound of the critical path with groups of the level ``least`` or higher, and the samples' levels."""
         if least not in self._bounds:
             level_of = least_levels(self._lengths, least, self._rank_tokens, self._factors[0])
-            self._bounds[least] = total_cost(self._lengths, level_of, *self._factors) // self._ranks, level_of
+            bound = total_cost(self._lengths, level_of, *self._factors) // self._ranks
+            self._bounds[least] = bound >> self._most << self._most, level_of
         return self._bounds[least]
 
-    def _is_good(self, bound: int, least_bound: int, least: int, must_try: bool) -> bool:
+    def _is_good(self, bound: int, least_bound: int, must_try: bool) -> bool:
         """Return whether tries with a critical path of at least ``bound`` cannot make the best plan much better.
 
-        True also if a try in groups of the level ``least`` would take too long. With ``must_try``, only tries that
-        cannot make the plan better at all are left out.
+        True also if no time is left. With ``must_try``, only tries that cannot make the plan better at all are left
+        out.
         """
         if self._best is None:
             return False
         cost = self._best[0]
         if must_try or bound >= cost:
             return bound >= cost
-        slow = self._placed + self._work(least, self._micro_batches) > MOST_PLACED
-        return bound >= cost * BETTER or cost <= least_bound * CLOSE or slow
+        return bound >= cost * BETTER or cost <= least_bound * CLOSE or self._work_left <= 0
 
-    def _work(self, least: int, micro_batches: int) -> int:
-        """Return the samples and groups of a try, about; samples of large groups take longer."""
-        wide = int(np.searchsorted(-self._bound(least)[1], -least))
-        return len(self._lengths) + wide * (4 + micro_batches // 4) + micro_batches * (self._ranks >> least)
-
-    def _try_micro_batches(self, bound: int, least: int, level_of: I64, limit: int, from_fewest: bool) -> None:
-        """Try one more micro-batch after another, as long as that makes the plan better.
-
-        Begin with the number of the best plan, or if ``from_fewest``, with the fewest.
-        """
-        own: int | None = None
-        micro_batches = self._fewest if from_fewest else self._micro_batches
-        while own is None or self._placed <= MOST_PLACED or from_fewest:
-            made = self._place(bound, least, level_of, limit, micro_batches)
-            if made[0] >= 0:
-                is_best = self._best is None or made[0] < self._best[0]
-                if is_best:
-                    self._best, self._micro_batches = made, micro_batches
-                is_better = own is None or made[0] < own * BETTER
-                if not is_better or made[0] <= bound * CLOSE or not (is_best or from_fewest):
-                    return
-                own = made[0]
-            elif not from_fewest:
+    def _try_micro_batches(self, least: int, limit: int, quarters: int, parts: int, *, must_try: bool) -> None:
+        """Try one more micro-batch after another, until that no longer makes the plan better."""
+        own, misses = inf, 0
+        micro_batches, bound = self._fewest, self._bound(least)[0]
+        while own == inf or must_try or self._work_left > 0:
+            made = self._place(least, limit, quarters, parts, micro_batches)
+            if made is None:
                 return
-            micro_batches += 1
+            if made[0] >= 0:
+                if self._is_better(made, must_try):
+                    self._best = made
+                misses += made[0] >= own * BETTER
+                if made[0] <= bound * CLOSE or misses > self._most_misses:
+                    return
+                own = min(own, made[0])
+            micro_batches = max(micro_batches, made[1]) + 1
 
-    def _place(self, bound: int, least: int, level_of: I64, limit: int, micro_batches: int) -> _Placed:
-        """Place the samples in groups of at least ``least``, costly ones in larger groups, up to ``limit``."""
-        self._placed += self._work(least, micro_batches)
+    def _is_better(self, made: _Placed, at_all: bool) -> bool:
+        """Return whether a placement costs less than the best.
+
+        With more micro-batches it must cost much less, unless ``at_all``.
+        """
+        if self._best is None:
+            return True
+        return made[0] < self._best[0] * (BETTER if made[1] > self._best[1] and not at_all else 1)
+
+    def _place(self, least: int, limit: int, quarters: int, parts: int, micro_batches: int) -> _Placed | None:
+        """Place the samples in groups of at least ``least``, costly ones in larger groups, up to ``limit``.
+
+        Return None if the plan cannot be better than the best, or would be the same with a smaller limit.
+        """
+        bound, level_of = self._bound(least)
         total = bound * self._ranks
         if limit > least:
             level_of = widen(self._lengths, level_of, bound // micro_batches, limit, *self._factors)
             total = total_cost(self._lengths, level_of, *self._factors)
-        target = total // (self._ranks * micro_batches)
+            is_over = self._best is not None and total // self._ranks >= self._best[0]
+            if is_over or (self._has_exchange and level_of[0] <= self._near < limit):
+                return None
+        share, a = self._ranks * micro_batches, self._factors[1]
+        full = min(self._rank_tokens * a << self._most, total)
         placed: _Placed = place_samples(
-            self._lengths, level_of, least, self._ranks, micro_batches, self._rank_tokens, target, *self._factors
-        )
-        critical, group_of, cost, level, batch_of, first = placed
+            self._lengths, level_of, least, self._ranks, micro_batches, self._rank_tokens, total, full,
+            total * quarters // (4 * share), total // (parts * share), *self._factors,
+        )  # fmt: skip
+        critical, count, group_of, cost, level, batch_of = placed
+        self._work_left -= len(self._lengths) + count * (self._ranks >> least) + WORK_OF_TRY
         if critical < 0:
             return placed
-        batches, firsts = np.empty_like(batch_of), np.empty_like(first)
-        less = deal_groups(cost, level, batches, firsts, self._ranks, micro_batches)
-        return placed if not 0 <= less < critical else (less, group_of, cost, level, batches, firsts)
+        batches = np.empty_like(batch_of)
+        less = deal_groups(cost, level, descending(cost), batches, self._ranks, count)
+        return placed if not 0 <= less < critical else (less, count, group_of, cost, level, batches)

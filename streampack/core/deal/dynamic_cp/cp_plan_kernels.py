@@ -16,15 +16,17 @@ from streampack.core.model.samples import I64
 ONE_BITS = 12
 ONE = 1 << ONE_BITS
 """The exchange of a token that costs as much as its computation."""
-MOST_COMPARED = 16
-"""Groups with room that are compared for a sample, where no new group can be opened."""
+BUCKETS = 4096
+"""Buckets that sort groups by the cost that they lack."""
 
 
 @kernel
 def padded(length: int, level: int, levels: I64) -> int:
     """Return the tokens of a sample for all ranks of a group."""
-    tokens: int = -(-length // levels[level, 0]) * levels[level, 0]
-    return tokens
+    unit: int = levels[level, 0]
+    if unit & (unit - 1) == 0:  # a power of two needs no division, which takes most of the time
+        return -(-length & -unit)
+    return -(-length // unit) * unit
 
 
 @kernel
@@ -83,177 +85,195 @@ def widen(lengths: I64, level_of: I64, most_cost: int, most: int, levels: I64, a
 
 
 @kernel
-def sift_down(heap: I64, keys: I64, count: int, at: int) -> None:
-    """Restore the heap of groups, least key first, ties by number, after the key of the group at ``at`` has grown."""
-    group = heap[at]
-    child = 2 * at + 1
-    while child < count:
-        if child + 1 < count:
-            one, other = heap[child], heap[child + 1]
-            if keys[other] < keys[one] or (keys[other] == keys[one] and other < one):
-                child += 1
-        below = heap[child]
-        if keys[group] < keys[below] or (keys[group] == keys[below] and group < below):
-            break
-        heap[at] = below
-        at = child
-        child = 2 * at + 1
-    heap[at] = group
+def fits(length: int, level: int, room: int, most_cost: int, levels: I64, a: int, b: int) -> bool:
+    """Return whether a group of the level has room for the tokens and the cost of a sample."""
+    is_below: bool = padded(length, level, levels) <= room and cost_of(length, level, levels, a, b) <= most_cost
+    return is_below
 
 
 @kernel
-def sift_up(heap: I64, keys: I64, at: int) -> None:
-    """Restore the heap after a group was put at ``at``, its end."""
-    group = heap[at]
-    while at > 0:
-        above = heap[(at - 1) // 2]
-        if keys[above] < keys[group] or (keys[above] == keys[group] and above < group):
-            break
-        heap[at] = above
-        at = (at - 1) // 2
-    heap[at] = group
+def put(group: int, bucket: int, first: I64, last: I64, nexts: I64) -> int:
+    """Put a group at the end of a bucket, or of the last one if there is none so high; return the bucket."""
+    bucket = min(bucket, len(first) - 1)
+    if first[bucket] < 0:
+        first[bucket] = group
+    else:
+        nexts[last[bucket]] = group
+    last[bucket] = group
+    nexts[group] = -1
+    return bucket
 
 
 @kernel
 def place_samples(
-    lengths: I64, level_of: I64, least: int, ranks: int, micro_batches: int, rank_tokens: int, target: int,
-    levels: I64, a: int, b: int,
-) -> tuple[int, I64, I64, I64, I64, I64]:  # fmt: skip
-    """Put samples into groups of ranks: those of large groups first, then the others, costliest first.
+    lengths: I64, level_of: I64, least: int, ranks: int, micro_batches: int, rank_tokens: int, total: int,
+    full: int, target: int, costly: int, levels: I64, a: int, b: int,
+) -> tuple[int, int, I64, I64, I64, I64]:  # fmt: skip
+    """Put samples into groups of ranks: first those that need larger groups or are costly, then the others.
+
+    The first fill one micro-batch after another. The costliest sample that is left opens a group, while its ranks are
+    free. The first group's cost is the height of the micro-batch, or ``target`` if that is more. A group takes the
+    longest samples that fit below this height and have room. The others go, longest first, to the group that is
+    furthest below the height of its micro-batch. Groups are compared by buckets of like costs.
 
     Args:
         lengths: int64 [n], the samples' tokens, longest first.
         level_of: int64 [n], the least level of each sample's group, largest first.
         least: The level of the smallest groups. Where ranks are left over, the last groups are smaller.
         ranks: Number of ranks.
-        micro_batches: Number of micro-batches.
+        micro_batches: Fewest micro-batches.
         rank_tokens: Most tokens of a rank in a micro-batch.
-        target: Cost of a rank in a micro-batch that is aimed at, in the unit of ``cost_of``.
+        total: Cost of all samples for all ranks, in the unit of ``cost_of``.
+        full: Cost of a rank whose tokens are all of short samples.
+        target: Least height of a micro-batch, but at most twice what is left for each rank.
+        costly: Samples that cost more in the smallest groups are costly.
         levels: As for ``cost_of``.
         a: Cost of a token.
         b: Cost of a squared token.
 
     Returns:
-        The sum of the costliest ranks, or -1 if a sample has no place. Then the group of each sample, int64 [n]. Then
-        of each group its cost, its level, its micro-batch and its first rank, int64 [groups] each.
+        The sum of the costliest ranks, or -1 if a sample has no place. The number of micro-batches. The group of each
+        sample, int64 [n]. Then of each group its cost, its level and its micro-batch, int64 [groups] each.
     """
-    top = len(levels) - 1
-    most_groups = micro_batches * ((ranks >> least) + top + least + 1)
-    group_level, batch_of = np.zeros(most_groups, np.int64), np.zeros(most_groups, np.int64)
-    first_of, cost = np.zeros(most_groups, np.int64), np.zeros(most_groups, np.int64)
-    tokens = np.zeros(most_groups, np.int64)  # tokens of all ranks of a group
-    groups = 0
-    group_of = np.full(len(lengths), -1, np.int64)
-    used = np.zeros(micro_batches, np.int64)  # ranks
-    goal = np.full(micro_batches, target, np.int64)  # the cost up to which a micro-batch may be filled
-    opened = np.empty(most_groups, np.int64)  # groups of the current level with room for its shortest sample
-    i = num_opened = smallest = cursor = 0
-    level = top + 1
-    while i < len(lengths) and level_of[i] > least:
-        if level_of[i] != level:
-            level, num_opened, last = level_of[i], 0, i
-            while last + 1 < len(lengths) and level_of[last + 1] == level:
-                last += 1
-            smallest = padded(lengths[last], level, levels)
-        more, width, room = cost_of(lengths[i], level, levels, a, b), padded(lengths[i], level, levels), 0
-        best, place = -1, -1
-        for k in range(num_opened):  # the costliest group with room
-            j = opened[k]
-            fits = tokens[j] + width <= rank_tokens << level and cost[j] + more <= goal[batch_of[j]]
-            if fits and (best < 0 or cost[j] > cost[best]):
-                best, place = j, k
-        if best < 0:  # a new group, in the micro-batch whose goal rises least, then in the emptiest
-            batch, rise = -1, 0
-            for m in range(micro_batches):
-                if ranks - used[m] >= 1 << level:
-                    above = max(more - goal[m], 0)
-                    if batch < 0 or above < rise or (above == rise and used[m] < used[batch]):
-                        batch, rise = m, above
-            if batch >= 0:
-                best, place = groups, num_opened
-                group_level[best], batch_of[best], first_of[best] = level, batch, used[batch]
-                used[batch] += 1 << level
-                opened[place] = best
-                groups, num_opened = groups + 1, num_opened + 1
-        if best < 0:  # of the next groups with room, one where the goal rises least
-            least_over = fitting = 0
-            for k in range(groups):
-                j = (cursor + k) % groups
-                room = (rank_tokens << group_level[j]) - tokens[j]
-                if padded(lengths[i], group_level[j], levels) <= room:
-                    over = cost[j] + cost_of(lengths[i], group_level[j], levels, a, b) - goal[batch_of[j]]
-                    if best < 0 or over < least_over:
-                        best, least_over = j, over
-                    fitting += 1
-                    if fitting == MOST_COMPARED:
-                        cursor = j + 1
-                        break
-            if best < 0:
-                return -1, group_of, cost[:0], group_level[:0], batch_of[:0], first_of[:0]
-            for k in range(num_opened):
-                if opened[k] == best:
-                    place = k
-        cost[best] += cost_of(lengths[i], group_level[best], levels, a, b)
-        tokens[best] += padded(lengths[i], group_level[best], levels)
-        goal[batch_of[best]] = max(goal[batch_of[best]], cost[best])
-        group_of[i] = best
-        if place >= 0 and tokens[best] + smallest > rank_tokens << level:
-            num_opened -= 1
-            opened[place] = opened[num_opened]
-        i += 1
-    for m in range(micro_batches):
+    top, n, wide, unit = len(levels) - 1, len(lengths), 0, levels[0, 1]
+    target -= target % unit  # multiples of it scale with the largest group, so a plan does not depend on its size
+    head, end = np.zeros(top + 1, np.int64), np.zeros(top + 1, np.int64)  # the samples of each level
+    while wide < n and (level_of[wide] > least or cost_of(lengths[wide], least, levels, a, b) > costly):
+        if end[level_of[wide]] == 0:
+            head[level_of[wide]] = wide
+        wide += 1
+        end[level_of[wide - 1]] = wide
+    following = np.arange(wide + 1)  # a sample itself, or if it has a group, one that may have none
+    group_of = np.full(n, -1, np.int64)
+    group_level, batch_of = np.empty(wide, np.int64), np.empty(wide, np.int64)
+    cost, tokens = np.empty(wide, np.int64), np.empty(wide, np.int64)  # tokens of all ranks of a group
+    used, goal = np.zeros(wide + micro_batches, np.int64), np.zeros(wide + micro_batches, np.int64)  # ranks; heights
+    groups = batches = placed = 0
+    while placed < wide:
+        height = -1
+        while True:
+            level, more = -1, -1
+            for at in range(least, top + 1):
+                while head[at] < end[at] and group_of[head[at]] >= 0:
+                    head[at] += 1
+                if head[at] < end[at] and 1 << at <= ranks - used[batches]:
+                    cost_at = cost_of(lengths[head[at]], at, levels, a, b)
+                    if cost_at > more:
+                        level, more = at, cost_at
+            if level < 0:
+                break
+            if height < 0:
+                height = max(total, 0) // ranks
+                height = max(min(target, 2 * (height - height % unit)), more)
+            used[batches] += 1 << level
+            filled, room, at, start, i = 0, rank_tokens << level, level, 0, head[level]
+            while True:
+                filled += cost_of(lengths[i], level, levels, a, b)
+                room -= padded(lengths[i], level, levels)
+                group_of[i], following[i] = groups, i + 1
+                placed += 1
+                i = -1
+                while i < 0 and at >= least:  # the longest sample that fits, of this level or a lower one
+                    low, high = max(head[at], start), end[at]
+                    if low < high and not fits(lengths[high - 1], level, room, height - filled, levels, a, b):
+                        low = high
+                    while low < high and following[low] != low:
+                        following[low] = following[following[low]]
+                        low = following[low]
+                    if low < high and fits(lengths[low], level, room, height - filled, levels, a, b):
+                        high = low
+                    while low < high:
+                        middle = (low + high) >> 1
+                        if fits(lengths[middle], level, room, height - filled, levels, a, b):
+                            high = middle
+                        else:
+                            low = middle + 1
+                    while following[low] != low:
+                        following[low] = following[following[low]]
+                        low = following[low]
+                    if low < end[at]:
+                        i = start = low
+                    else:
+                        at -= 1
+                if i < 0:
+                    break
+            total -= filled + min(height - filled, full) << level
+            group_level[groups], batch_of[groups], cost[groups] = level, batches, filled
+            tokens[groups] = (rank_tokens << level) - room
+            groups += 1
+        total -= min(height, full) * (ranks - used[batches])
+        goal[batches] = height
+        batches += 1
+    height = max(total, 0) // (ranks * max(micro_batches - batches, 1))
+    height -= height % unit
+    if batches < micro_batches:
+        goal[batches:micro_batches] = height
+        batches, height = micro_batches, 0
+    spare = np.zeros(batches * ((ranks >> least) + least + 1), np.int64)  # groups of the ranks that are left
+    level_of_group = np.concatenate((group_level[:groups], spare))
+    batch_of = np.concatenate((batch_of[:groups], spare))
+    cost, tokens = np.concatenate((cost[:groups], spare)), np.concatenate((tokens[:groups], spare))
+    for m in range(batches):
         while used[m] < ranks:
             level = least
             while used[m] + (1 << level) > ranks:
                 level -= 1
-            group_level[groups], batch_of[groups], first_of[groups] = level, m, used[m]
+            level_of_group[groups], batch_of[groups] = level, m
             used[m] += 1 << level
             groups += 1
-    heap, keys = np.empty(groups, np.int64), np.empty(groups, np.int64)  # groups with room; costs above their goals
-    full, lacks = np.empty(groups, np.int64), np.empty(groups, np.int64)  # the others; minus their tokens of room
-    in_heap = in_full = 0
+    level_of_group, batch_of, cost = level_of_group[:groups], batch_of[:groups], cost[:groups]
+    # a group waits in the bucket of its key, or for the first sample that it has room for
+    first, last, waiting = np.full(BUCKETS, -1, np.int64), np.empty(BUCKETS, np.int64), np.full(n, -1, np.int64)
+    keys, nexts, highest = np.empty(groups, np.int64), np.empty(groups, np.int64), goal.max()
+    span, shift, bucket = height + highest, 0, 0
+    if wide < n:
+        span += cost_of(lengths[wide], least, levels, a, b)
+    while span >> shift >= BUCKETS:
+        shift += 1
     for j in range(groups):
-        keys[j] = cost[j] - goal[batch_of[j]]
-        heap[in_heap] = j
-        sift_up(heap, keys, in_heap)
-        in_heap += 1
-    while i < len(lengths):
-        while in_full > 0 and -lacks[full[0]] >= lengths[i]:
-            heap[in_heap] = full[0]
-            sift_up(heap, keys, in_heap)
-            in_heap += 1
-            in_full -= 1
-            full[0] = full[in_full]
-            sift_down(full, lacks, in_full, 0)
-        while in_heap > 0:
-            j = heap[0]
-            width = padded(lengths[i], group_level[j], levels)
-            room = (rank_tokens << group_level[j]) - tokens[j]
+        keys[j] = cost[j] - goal[batch_of[j]] + highest
+        put(j, keys[j] >> shift, first, last, nexts)
+    for i in range(wide, n):
+        j = waiting[i]
+        while j >= 0:
+            group, j = j, nexts[j]
+            bucket = min(bucket, put(group, keys[group] >> shift, first, last, nexts))
+        while group_of[i] < 0:
+            while bucket < BUCKETS and first[bucket] < 0:
+                bucket += 1
+            if bucket == BUCKETS:
+                return -1, batches, group_of, cost[:0], level_of_group[:0], batch_of[:0]
+            j = first[bucket]
+            first[bucket] = nexts[j]
+            level = level_of_group[j]
+            room = (rank_tokens << level) - tokens[j]
+            width = padded(lengths[i], level, levels)
             if width <= room:
-                cost[j] += cost_of(lengths[i], group_level[j], levels, a, b)
-                tokens[j] += width
-                keys[j] = cost[j] - goal[batch_of[j]]
-                sift_down(heap, keys, in_heap, 0)
                 group_of[i] = j
-                break
-            in_heap -= 1
-            heap[0] = heap[in_heap]
-            sift_down(heap, keys, in_heap, 0)
-            lacks[j] = -(room // levels[group_level[j], 0] * levels[group_level[j], 0])
-            full[in_full] = j
-            sift_up(full, lacks, in_full)
-            in_full += 1
-        if group_of[i] < 0:
-            return -1, group_of, cost[:0], group_level[:0], batch_of[:0], first_of[:0]
-        i += 1
+                tokens[j] += width
+                more = cost_of(lengths[i], level, levels, a, b)
+                cost[j] += more
+                keys[j] += more
+                put(j, keys[j] >> shift, first, last, nexts)
+            else:
+                low, high = i + 1, n
+                while low < high:
+                    middle = (low + high) >> 1
+                    if padded(lengths[middle], level, levels) <= room:
+                        high = middle
+                    else:
+                        low = middle + 1
+                if low < n:
+                    nexts[j] = waiting[low]
+                    waiting[low] = j
     goal[:] = 0
     for j in range(groups):
         goal[batch_of[j]] = max(goal[batch_of[j]], cost[j])
-    return goal.sum(), group_of, cost[:groups], group_level[:groups], batch_of[:groups], first_of[:groups]
+    return goal.sum(), batches, group_of, cost, level_of_group, batch_of
 
 
 @kernel
-def deal_groups(cost: I64, level: I64, batch_of: I64, first_of: I64, ranks: int, micro_batches: int) -> int:
+def deal_groups(cost: I64, level: I64, order: I64, batch_of: I64, ranks: int, micro_batches: int) -> int:
     """Move groups to other micro-batches, so that groups of like cost run at the same moment.
 
     Each micro-batch takes the costliest group that is left and has room, ties by number, until its ranks are full.
@@ -261,8 +281,8 @@ def deal_groups(cost: I64, level: I64, batch_of: I64, first_of: I64, ranks: int,
     Args:
         cost: Cost of each group, int64 [groups].
         level: Its level.
+        order: The groups, costliest first.
         batch_of: Output: its micro-batch, int64 [groups].
-        first_of: Output: its first rank.
         ranks: Number of ranks.
         micro_batches: Number of micro-batches, whose ranks the groups fill.
 
@@ -271,42 +291,30 @@ def deal_groups(cost: I64, level: I64, batch_of: I64, first_of: I64, ranks: int,
         valid then.
     """
     groups, levels = len(cost), level.max() + 1
-    heap, keys = np.empty(groups, np.int64), -cost
-    for j in range(groups):
-        heap[j] = j
-        sift_up(heap, keys, j)
-    # the groups of each level, costliest first, and where they begin
+    # the places in the order that the groups of each level have, and where they begin
     queue, begin = np.empty(groups, np.int64), np.zeros(levels + 1, np.int64)
     for j in range(groups):
         begin[level[j] + 1] += 1
     for at in range(levels):
         begin[at + 1] += begin[at]
     head, end = begin[:-1].copy(), begin[:-1].copy()
-    for count in range(groups, 0, -1):
-        j = heap[0]
-        queue[end[level[j]]] = j
-        end[level[j]] += 1
-        heap[0] = heap[count - 1]
-        sift_down(heap, keys, count - 1, 0)
+    for k in range(groups):
+        at = level[order[k]]
+        queue[end[at]] = k
+        end[at] += 1
     critical = 0
     for m in range(micro_batches):
-        room, dearest, taken = ranks, -1, head.copy()
+        room, dearest = ranks, -1
         while room > 0:
-            best = -1
+            best, place = -1, groups
             for at in range(levels):
-                if head[at] < end[at] and 1 << at <= room:
-                    j = queue[head[at]]
-                    if best < 0 or cost[j] > cost[best] or (cost[j] == cost[best] and j < best):
-                        best = j
+                if head[at] < end[at] and 1 << at <= room and queue[head[at]] < place:
+                    best, place = at, queue[head[at]]
             if best < 0:
                 return -1
-            batch_of[best] = m
-            head[level[best]] += 1
-            room -= 1 << level[best]
-            dearest = max(dearest, cost[best])
-        for at in range(levels - 1, -1, -1):  # largest first, so that groups are aligned
-            for k in range(taken[at], head[at]):
-                first_of[queue[k]] = room
-                room += 1 << at
+            batch_of[order[place]] = m
+            head[best] += 1
+            room -= 1 << best
+            dearest = max(dearest, cost[order[place]])
         critical += dearest
     return critical
