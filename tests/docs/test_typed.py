@@ -230,7 +230,7 @@ import threading, streampack
 def rank(number):
     mesh = {"dp": 4, "cp": 2, "dp_rank": number // 2, "cp_rank": number % 2}
     with streampack.connect(mesh=mesh, format="numpy") as loader:
-        print("got", next(iter(loader.steps())).num_samples, "samples")
+        print(f"got {next(iter(loader.steps())).num_samples} samples")
 
 threads = [threading.Thread(target=rank, args=[number]) for number in range(8)]
 for each in threads:
@@ -267,7 +267,7 @@ def readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_readme_s_commands_check_and_run_its_files(readme: Path) -> None:
     check, run, _ = block("streampack check broker.yaml producer.yaml   #").code.splitlines()
     printed = typed(f"export PATH=$PWD/bin:$PATH\n{check}\n{run}", readme)
-    assert printed.count("samples\n") == 8
+    assert len(re.findall(r"got \d+ samples", printed)) == 8
 
 
 def test_a_relay_reads_for_the_ranks_of_a_host(live: RunningBroker, tmp_path: Path) -> None:
