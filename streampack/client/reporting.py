@@ -49,16 +49,19 @@ class Reporting:
     ) -> None:  # fmt: skip
         """Report values of the samples ``ids`` of a step, unless another rank does.
 
-        ``cp_sizes``: ranks that share each sample, powers of two, with dynamic context parallelism.
+        ``cp_sizes``: ranks that share each sample, with dynamic context parallelism. The first rank of a group is a
+        multiple of its size.
         """
         if reduce not in ("sum", "same"):
             raise UserError(f"got reduce={reduce!r}, expected 'sum' or 'same'")
         columns = {name: _column(name, column, len(ids)) for name, column in values.items()}
         if not 0 < len(columns) <= MAX_FIELDS:
             raise UserError(f"got {len(columns)} values for each sample, expected 1 to {MAX_FIELDS}")
-        if reduce == "same" and cp_sizes is not None:  # the sum of equal parts is exact
-            columns, reduce = {name: column / cp_sizes for name, column in columns.items()}, "sum"
-        mesh, alone = self._mesh, reduce == "same"
+        mesh = self._mesh
+        if reduce == "same" and cp_sizes is not None:
+            is_first = mesh.dp_cp_rank % cp_sizes == 0
+            columns, reduce = {name: np.where(is_first, column, 0.0) for name, column in columns.items()}, "sum"
+        alone = reduce == "same"
         if mesh.tp_rank or mesh.pp_rank != mesh.pp - 1 or (alone and mesh.cp_rank):
             return
         names = tuple(sorted(columns))
