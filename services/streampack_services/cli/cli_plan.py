@@ -180,7 +180,7 @@ def plan(
             raise UserError(f"Got --png {png} for a feed with `cp: dynamic`, which has no chart. Leave --png out.")
         with progress_line("planning") as show:
             report = group_plan.compare(workload, options, lambda text: show(f"planning: {text}"))
-        report["why"] = group_plan.why(report)
+        report["why"] = group_plan.why(report, options.overlong)
         print_result(report, as_json, group_plan.show)
         return
     with progress_line("planning") as show:

@@ -35,7 +35,7 @@ def why(plan: Tree, overlong: str | None) -> list[str]:
         _packer,
         _window,
         _budget,
-        _lost,
+        lost_samples,
         _media,
         _alignment,
         _shape,
@@ -208,7 +208,7 @@ def _change(points: float) -> str:
     return "is as good" if abs(points) < SAID else f"{'gains' if points > 0 else 'loses'} {abs(points):.2%}"
 
 
-def _lost(plan: Tree, take: Tree) -> Iterator[str]:
+def lost_samples(plan: Tree, take: Tree) -> Iterator[str]:
     """Describe samples over the budget, with media over the limits, and those that are not valid."""
     of_all, overlong = f"of {plan['lengths']['samples']:,} samples", plan["overlong"]
     stops = "If broker.yaml does not set `overlong`, a run stops at the first"

@@ -24,7 +24,7 @@ from streampack.errors import UserError
 from streampack_services.amounts import counted
 from streampack_services.forecast.forecast import long_run_steps, order_of, planned_rules, steps_of, with_packer
 from streampack_services.forecast.lengths import Workload
-from streampack_services.plan.advice import mesh_text
+from streampack_services.plan.advice import lost_samples, mesh_text
 from streampack_services.plan.advisor import refuse_overlong
 from streampack_services.plan.plan_options import PlanOptions
 from streampack_services.plan.plan_report import new_table, print_lengths, print_whole
@@ -69,6 +69,7 @@ def compare(workload: Workload, options: PlanOptions, say: Callable[[str], None]
     full = np.array([lengths.sum() for lengths in steps]) / (mesh.dp * mesh.cp * dynamic.rank_tokens)
     return workload.about() | {
         "mesh": msgspec.to_builtins(mesh), "dealt_by": msgspec.to_builtins(dynamic), "shape": rules.shape,
+        "overlong": order.overlong, "unfit": order.unfit, "lost_share": order.lost_share,
         "steps": len(steps), "filled": float(full.sum() / np.ceil(full).sum()), "layouts": layouts,
     }  # fmt: skip
 
@@ -116,16 +117,21 @@ def _figures(steps: list[I64], plans: list[CpPlan], ranks: int, rules: Rules, dy
     }  # fmt: skip
 
 
-def why(plan: Tree) -> list[str]:
-    """Return what the result of ``compare`` means, as sentences."""
+def why(plan: Tree, overlong: str | None) -> list[str]:
+    """Return what the result of ``compare`` means, as sentences.
+
+    ``overlong`` is the policy that the user asked for, or None.
+    """
     dynamic, static, *_ = plan["layouts"]
     less = 1 - dynamic["costliest_over_mean"] / static["costliest_over_mean"]
+    time = f"{abs(less):.1%} {'less' if less >= 0 else 'more'} time"
     sentences = [
-        f"By the cost of samples, steps take {less:.1%} less time than with `cp: static` and cp={static['cp']}."
+        f"By the cost of samples, steps take {time} than with `cp: static` and cp={static['cp']}.",
+        *lost_samples(plan | {"overlong": overlong}, plan),
     ]
     if static["exchanged_per_token"]:
         saved = 1 - dynamic["exchanged_per_token"] / static["exchanged_per_token"]
-        sentences.append(f"Ranks exchange {saved:.1%} fewer tokens.")
+        sentences.insert(1, f"Ranks exchange {abs(saved):.1%} {'fewer' if saved >= 0 else 'more'} tokens.")
     if plan["filled"] > MOST_FILLED:
         sentences.append(
             f"A step fills its micro-batches to {plan['filled']:.2f}. Above {MOST_FILLED}, groups lack room, and each "
