@@ -89,9 +89,10 @@ def _groups_text(dynamic: Tree | None) -> str:
     """Return settings of dynamic context parallelism as text."""
     if dynamic is None:
         return "static cp"
-    return "groups of up to {max_group} ranks of {rank_tokens:,} tokens, exchange {node:g} and {across:g}".format(
-        **dynamic
-    )
+    return (
+        "groups of up to {max_group} ranks of {rank_tokens:,} tokens, exchange {node:g} and {across:g}, "
+        "planner {planner}"
+    ).format(**dynamic)
 
 
 def _places_table(samples: list[tuple[int, Tree]]) -> Table:

@@ -106,8 +106,8 @@ def _mesh(dp_size: int | None, pp_size: int, cp_size: int | None, dealt_by: str)
 
 
 def groups_of(layout: str) -> Tree | None:
-    """Return the settings of dynamic context parallelism as a tree; None without it."""
-    dynamic = DynamicCp.of(layout or "static")
+    """Return the settings of dynamic context parallelism as a tree, also of another planner; None without it."""
+    dynamic = DynamicCp.recorded(layout or "static")
     return None if dynamic is None else msgspec.structs.asdict(dynamic)
 
 

@@ -77,6 +77,10 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return " ".join(f"{n}={r}/{s}" for n, r, s in zip(names, self.ranks, self.sizes, strict=True))
 
 
+PLANNER = 3
+"""Version of the planner of groups: another version makes other plans."""
+
+
 class DynamicCp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of dynamic context parallelism: each sample gets as many ranks as it needs.
 
@@ -94,8 +98,8 @@ class DynamicCp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The same across nodes."""
     node_ranks: Annotated[int, Meta(ge=1, le=4096)] = 8
     """Ranks of a node."""
-    planner: Annotated[int, Meta(ge=3, le=3)] = 3
-    """Version of the planner: another version makes other plans."""
+    planner: Annotated[int, Meta(ge=1)] = PLANNER
+    """Version of the planner."""
 
     @property
     def layout(self) -> str:
@@ -104,19 +108,33 @@ class DynamicCp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return " ".join(("dynamic", *values))
 
     @staticmethod
-    @lru_cache
-    def of(layout: str) -> DynamicCp | None:
-        """Return the settings that a layout names; None for a layout that is not dynamic.
+    def recorded(layout: str) -> DynamicCp | None:
+        """Return the settings that a layout names, also of another planner; None for a layout that is not dynamic.
 
         Raises ValueError for settings that this version does not know.
-
-        >>> DynamicCp.of(DynamicCp(rank_tokens=8192, max_group=64).layout).rank_tokens
-        8192
         """
         kind, *values = layout.split()
         if kind != "dynamic":
             return None
         return msgspec.convert(dict(value.partition("=")[::2] for value in values), DynamicCp, strict=False)
+
+    @staticmethod
+    @lru_cache
+    def of(layout: str) -> DynamicCp | None:
+        """Return the settings that a layout names; None for a layout that is not dynamic.
+
+        Raises ValueError for settings that this version does not know, and for another planner.
+
+        >>> DynamicCp.of(DynamicCp(rank_tokens=8192, max_group=64).layout).rank_tokens
+        8192
+        """
+        dynamic = DynamicCp.recorded(layout)
+        if dynamic is not None and dynamic.planner != PLANNER:
+            raise ValueError(
+                f"got groups of ranks by version {dynamic.planner} of the planner, expected version {PLANNER}, which "
+                f"makes other groups. Use the streampack version that dealt these steps"
+            )
+        return dynamic
 
     def largest_group(self, ranks: int) -> int:
         """Return the ranks of the largest group of a mesh of ``ranks`` dp x cp ranks, a power of two."""

@@ -20,8 +20,9 @@ import streampack as sp
 from streampack.client.reading_stats import UsefulFlops
 from streampack.config.typed_yaml import convert
 from streampack.core.deal.dynamic_cp.cp_plan import CpCosts, plan_groups, plan_uniform
+from streampack.core.model import mesh as mesh_module
 from streampack.core.model.keys.planning_keys import Balance
-from streampack.core.model.mesh import Mesh
+from streampack.core.model.mesh import PLANNER, DynamicCp, Mesh
 from streampack.errors import ConfigError, InvariantError, UserError
 from streampack.packs.pack import Pack
 from streampack.packs.step import Step
@@ -359,6 +360,23 @@ def test_a_plan_for_a_run_with_groups_takes_its_broker_yaml(
     assert planned["groups"] == groups
     delivered = sum(len(pack.input_ids) for packs in of_ranks for pack in packs)
     assert planned["padding"] == pytest.approx(1 - sum(LENGTHS) / delivered)
+
+
+def test_why_shows_steps_of_another_planner_and_refuses_to_guess_their_groups(
+    dynamic: list[list[Step[Pack]]], state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh_module, "PLANNER", PLANNER + 1)
+    DynamicCp.of.cache_clear()
+    try:
+        assert why(state, "--step", "0")["dealt_by"]["planner"] == PLANNER
+        where = ("why", "--state-dir", state, "--step", "0")
+        assert f"exchange 0.05 and 0.2, planner {PLANNER}" in " ".join(in_process(*where).stdout.split())
+        line = the_error(in_process(*where, "--dp-size", "2", "--cp-size", "4"), 2)
+        assert (
+            f"version {PLANNER} of the planner, expected version {PLANNER + 1}, which makes other groups. Use" in line
+        )
+    finally:
+        DynamicCp.of.cache_clear()
 
 
 def test_why_refuses_to_guess_a_mesh(dynamic: list[list[Step[Pack]]], state: Path) -> None:
