@@ -77,7 +77,7 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return " ".join(f"{n}={r}/{s}" for n, r, s in zip(names, self.ranks, self.sizes, strict=True))
 
 
-PLANNER = 3
+PLANNER = 4
 """Version of the planner of groups: another version makes other plans."""
 
 
