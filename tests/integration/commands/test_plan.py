@@ -312,7 +312,8 @@ def test_the_plan_of_the_page_has_groups_that_cost_no_more_than_the_best_static_
 ) -> None:
     blocks = [block for block in BLOCKS if block.page == "docs/how-to/dynamic-cp.md"]
     (tmp_path / "broker.yaml").write_text(next(block.code for block in blocks if block.language == "yaml"))
-    np.save(tmp_path / "lengths.npy", np.clip(np.random.default_rng(0).lognormal(7, 1.5, 2000), 1, 64000).astype(int))
+    lengths = np.random.default_rng(0).lognormal(6.5, 1.3, 20_000)
+    np.save(tmp_path / "lengths.npy", np.clip(lengths, 1, 64_000).astype(int))
     monkeypatch.chdir(tmp_path)
     command, *words = next(block.code for block in blocks if block.language == "bash").split()
     assert command == "streampack"
@@ -323,6 +324,13 @@ def test_the_plan_of_the_page_has_groups_that_cost_no_more_than_the_best_static_
     assert dynamic["exchanged_per_token"] < static["exchanged_per_token"]
     text = " ".join(in_process(*words).stdout.split())
     assert "less time than with `cp: static` and cp=8. - Ranks exchange" in text
+    shown = (
+        (Path(__file__).parents[3] / "docs/how-to/dynamic-cp.md")
+        .read_text()
+        .split("```\nlengths.npy")[1]
+        .split("```")[0]
+    )
+    assert [line for line in shown.splitlines()[1:] if " ".join(line.split()) not in text] == []
 
 
 def test_a_plan_with_groups_says_what_overlong_samples_lose(tmp_path: Path, grouped: Path) -> None:
