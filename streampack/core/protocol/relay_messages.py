@@ -109,7 +109,7 @@ class NodePart(StepPart, frozen=True, kw_only=True):
     ``whole``, every frame occurs once.
 
     With dynamic context parallelism, every dp x cp rank has packs of its own. So ``dp_ranks`` are dp x cp ranks, and
-    ``cp_ranks`` is (cp,), which relays of version 0.2.0 reject. Columns and frames have the packs and the shards of one
+    ``cp_ranks`` is (cp,), which relays of version 0.1.0 reject. Columns and frames have the packs and the shards of one
     rank after another. Ranks of a group repeat the columns of its pack, its replicated fields, and its fields of axis
     ``sample``.
 
