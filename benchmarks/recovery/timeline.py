@@ -25,7 +25,7 @@ UPDATE_S, DOWN_S = 0.15, 0.5
 
 @dataclass
 class Ranks:
-    """What four clients get: times and hashes by rank and step."""
+    """Four clients, and the time and the hash of each step that each rank got."""
 
     endpoint: str
     times: list[list[float]] = field(default_factory=lambda: [[] for _ in range(RANKS)])

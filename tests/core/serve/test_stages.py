@@ -103,9 +103,9 @@ def test_a_client_that_does_not_know_stages_ends_with_a_text_where_the_rules_cha
 def test_a_client_that_cannot_read_a_key_of_the_rules_is_told_so_when_it_attaches(rules: Any, key: str) -> None:
     bench = Bench(merged=1024, rules=rules)
     [peer] = ranks(bench, "old", 1, knows_stages=UNSET)
-    said = bench.heard(peer, Reject)[-1]
-    assert said.code == "version"
-    assert f"cannot read the key {key} of this run's rules. Install version 0.2" in said.detail
+    refusal = bench.heard(peer, Reject)[-1]
+    assert refusal.code == "version"
+    assert f"cannot read the key {key} of this run's rules. Install version 0.2" in refusal.detail
     assert not bench.heard(peer, Attached)
     [peer] = ranks(bench, "new", 1)
     assert bench.heard(peer, Attached)
@@ -148,10 +148,10 @@ def test_the_trainer_saves_and_comes_back_on_another_mesh_at_that_step() -> None
         bench.read(peer, Bye())
     refused = attach("as before", next_step=2, chain=state.chain, dp=2, knows_stages=True)
     bench.read(b"as before", refused, fence=0)
-    said = bench.heard(b"as before", Reject)[-1]
-    assert said.code == "mesh"
+    refusal = bench.heard(b"as before", Reject)[-1]
+    assert refusal.code == "mesh"
     end = bench.heard(peers[0], EndForMesh)[-1]
-    assert said.detail == str(StageEnds(2, "fewer", end.detail))
+    assert refusal.detail == str(StageEnds(2, "fewer", end.detail))
     three = ranks(bench, "three", 3, next_step=2, chain=state.chain)
     for peer in three:
         got, expected = parts(bench, peer), parts(whole, alone)

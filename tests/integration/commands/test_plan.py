@@ -324,12 +324,8 @@ def test_the_plan_of_the_page_has_groups_that_cost_no_more_than_the_best_static_
     assert dynamic["exchanged_per_token"] < static["exchanged_per_token"]
     text = " ".join(in_process(*words).stdout.split())
     assert "less time than with `cp: static` and cp=8. - Ranks exchange" in text
-    shown = (
-        (Path(__file__).parents[3] / "docs/how-to/dynamic-cp.md")
-        .read_text()
-        .split("```\nlengths.npy")[1]
-        .split("```")[0]
-    )
+    page = (Path(__file__).parents[3] / "docs/how-to/dynamic-cp.md").read_text()
+    shown = page.split("```\nlengths.npy")[1].split("```")[0]
     assert [line for line in shown.splitlines()[1:] if " ".join(line.split()) not in text] == []
 
 
@@ -337,18 +333,18 @@ def test_a_plan_with_groups_says_what_overlong_samples_lose(tmp_path: Path, grou
     conf = tmp_path / "broker.yaml"
     conf.write_text(grouped.read_text().replace(', "overlong": "truncate"', ""))
     (tmp_path / "lengths.txt").write_text(" ".join(map(str, [*range(1, 50), 2500])))
-    found = ask("plan", tmp_path / "lengths.txt", "-c", conf)
-    assert (found["overlong"], found["lost_share"]) == (1, pytest.approx((2500 - 2048) / (1225 + 2500)))
-    assert "1 of 50 samples are longer than the budget. `overlong: truncate` loses 12.13% of all tokens" in str(found)
+    report = ask("plan", tmp_path / "lengths.txt", "-c", conf)
+    assert (report["overlong"], report["lost_share"]) == (1, pytest.approx((2500 - 2048) / (1225 + 2500)))
+    assert "1 of 50 samples are longer than the budget. `overlong: truncate` loses 12.13% of all tokens" in str(report)
 
 
 def test_a_plan_with_groups_says_so_if_ranks_exchange_more_than_with_static_cp(tmp_path: Path, grouped: Path) -> None:
     conf = tmp_path / "broker.yaml"
     conf.write_text(grouped.read_text().replace('"packs": 7', '"samples": 3'))
     (tmp_path / "lengths.txt").write_text(" ".join(map(str, range(1, 51))))
-    found = ask("plan", tmp_path / "lengths.txt", "-c", conf)
-    dynamic, static, *_ = (row["exchanged_per_token"] for row in found["layouts"])
-    assert f"Ranks exchange {dynamic / static - 1:.1%} more tokens." in found["why"]
+    report = ask("plan", tmp_path / "lengths.txt", "-c", conf)
+    dynamic, static, *_ = (row["exchanged_per_token"] for row in report["layouts"])
+    assert f"Ranks exchange {dynamic / static - 1:.1%} more tokens." in report["why"]
 
 
 @pytest.mark.parametrize(
