@@ -85,14 +85,22 @@ def forked(function: Callable[[], None]) -> int:
 def ended(script: str, arguments: list[str], dies_at: int | None, ranks: int | None, output: str) -> int:
     """How the first process of the job ended that failed: with its exit code, or minus its signal. The others are
     killed then, as torchrun does. 0 where none failed.
+
+    No rank begins before all are forked: the thread of the store looks up names for each rank that connects, and a fork
+    at that moment would inherit the lock of the resolver, and wait for it forever.
     """
     said, _store = told(ranks) if ranks else ({}, None)
+    begin, all_forked = os.pipe()
 
     def as_rank(rank: int) -> None:
+        os.close(all_forked)
+        os.read(begin, 1)
         os.environ.update(said | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}))
         run(script, arguments, dies_at, output)
 
     left = {forked(lambda rank=rank: as_rank(rank)) for rank in range(ranks or 1)}  # type: ignore[misc]
+    os.close(all_forked)
+    os.close(begin)
     failed = 0
     while left:
         child, status = os.wait()
