@@ -19,6 +19,7 @@ import array
 import asyncio
 import errno
 import fcntl
+import itertools
 import socket
 import termios
 import time
@@ -48,7 +49,8 @@ class Listening(socket.socket):
     """A listening socket that accepts all that wait, and keeps the newest ``accepted_at_once``; the others are closed.
 
     asyncio would accept all at once, and then there may be no descriptor left. Or it would accept a few in each turn,
-    and a newcomer would wait behind thousands. A connection that has sent something is kept before idle ones.
+    and a newcomer would wait behind thousands. Idle ones are closed first, but not the newest: its request may
+    be on the way.
     """
 
     _kept: deque[tuple[socket.socket, Any]]
@@ -70,7 +72,8 @@ class Listening(socket.socket):
             for _ in range(QUEUE):
                 self._kept.append(super().accept())
                 if len(self._kept) > accepted_at_once():
-                    idle = next((kept for kept in self._kept if is_idle(kept[0].fileno())), self._kept[0])
+                    waited = itertools.islice(self._kept, len(self._kept) - 1)
+                    idle = next((kept for kept in waited if is_idle(kept[0].fileno())), self._kept[0])
                     self._kept.remove(idle)
                     idle[0].close()
         except OSError as error:

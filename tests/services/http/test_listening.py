@@ -13,7 +13,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from streampack_services.http.http_limits import Listening
+from streampack_services.http.http_limits import Listening, accepted_at_once
 from streampack_services.http.server import AppServer, standby_app
 
 
@@ -51,3 +51,21 @@ def test_an_aborted_connection_does_not_leave_accepted_ones_waiting(monkeypatch:
         listening.listen()
         with socket.create_connection(listening.getsockname()):
             listening.accept()[0].close()
+
+
+def test_a_newcomer_behind_a_burst_is_accepted_before_it_sends_its_request() -> None:
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(Listening())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.setblocking(False)
+        address = listening.getsockname()
+        for _ in range(3 * accepted_at_once()):
+            stack.enter_context(socket.create_connection(address)).sendall(b"GET / HTTP/1.1\r\n")
+        newcomer = stack.enter_context(socket.create_connection(address))
+        accepted = set()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                accepted.add(stack.enter_context(listening.accept()[0]).getpeername())
+        assert newcomer.getsockname() in accepted
+        assert len(accepted) == accepted_at_once()
