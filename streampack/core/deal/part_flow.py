@@ -17,7 +17,7 @@ RESEND_S = 1.0
 """Least seconds between two times that parts are sent again to a receiver that confirms nothing in between."""
 MAX_AHEAD = 64
 """Most steps that one request may ask for."""
-ACKS = 4
+ACKS = 2
 """Confirmations that a receiver sends while it receives as many bytes as may be on their way to it."""
 
 Place = tuple[int, int]
