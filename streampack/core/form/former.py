@@ -492,7 +492,7 @@ class Former:
             depths, costs, rules.align.sample, *rules.balance.factors, *rules.balance.window_factors,
             sums, identities,
         )  # fmt: skip
-        digests = digests_of(memoryview(identities.tobytes()), bounds, table.extra("shares", handles))
+        digests = digests_of(identities.view(np.uint8).reshape(-1).data, bounds, table.extra("shares", handles))
         return PlannedPacks(handles, bounds, sums, digests)
 
     def _make_step(self, packs: PlannedPacks) -> PlannedStep:

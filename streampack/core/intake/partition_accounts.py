@@ -262,7 +262,8 @@ class PartitionAccounts:
         firsts = np.array([stream.first_in_feed for stream in streams])
         counts = np.array([stream.terms.partitions for stream in streams])
         number, index = self._table.stream[needed].astype(np.int64), self._table.index[needed]
-        np.minimum.at(lowest, firsts[number] + index % counts[number], index // counts[number])
+        seq, place = np.divmod(index, counts[number])
+        np.minimum.at(lowest, firsts[number] + place, seq)
         return [self._floor(p, seq) for p, seq in zip(partitions, lowest.tolist(), strict=False)]
 
     def _floor(self, p: int, seq: int) -> Floor:
