@@ -54,17 +54,28 @@ class Listening(socket.socket):
     """
 
     _kept: deque[tuple[socket.socket, Any]]
+    _gave_all: bool
+    """True if the last connection that was kept has just been returned."""
 
     def listen(self, _backlog: int = 0, /) -> None:
         """Listen with a queue of ``QUEUE``; asyncio passes the number that it accepts in a turn."""
-        self._kept = deque()
+        self._kept, self._gave_all = deque(), False
         super().listen(QUEUE)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Return the next connection that is kept. Raises BlockingIOError if none waits."""
+        """Return the next connection that is kept. Raises BlockingIOError if none waits, and behind the last one kept.
+
+        asyncio calls this ``accepted_at_once`` times, and again when the system says that connections wait. So it must
+        never leave one that is kept: the system does not know of it.
+        """
         if not self._kept:
+            if self._gave_all:
+                self._gave_all = False
+                raise BlockingIOError
             self._accept_all()
-        return self._kept.popleft()
+        connection = self._kept.popleft()
+        self._gave_all = not self._kept
+        return connection
 
     def _accept_all(self) -> None:
         """Accept the connections that wait. Raises BlockingIOError if there are none."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import select
 import socket
 import sys
 import types
@@ -69,3 +70,30 @@ def test_a_newcomer_behind_a_burst_is_accepted_before_it_sends_its_request() -> 
                 accepted.add(stack.enter_context(listening.accept()[0]).getpeername())
         assert newcomer.getsockname() in accepted
         assert len(accepted) == accepted_at_once()
+
+
+def test_connections_that_come_while_others_are_accepted_are_not_left_waiting() -> None:
+    """As asyncio accepts: a few at a time, whenever the system says that connections wait."""
+    count = accepted_at_once()
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(Listening())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.setblocking(False)
+        peers: set[Any] = set()
+
+        def connect(number: int) -> None:
+            for _ in range(number):
+                peer = stack.enter_context(socket.create_connection(listening.getsockname()))
+                peer.sendall(b"GET / HTTP/1.1\r\n")
+                peers.add(peer.getsockname())
+
+        connect(count // 2 + 1)
+        accepted = set()
+        while select.select([listening], [], [], 0.2)[0]:
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(count):
+                    accepted.add(stack.enter_context(listening.accept()[0]).getpeername())
+                    if len(accepted) == count // 2 + 1:
+                        connect(count - 1)
+        assert accepted == peers
