@@ -95,6 +95,7 @@ def ended(script: str, arguments: list[str], dies_at: int | None, ranks: int | N
     def as_rank(rank: int) -> None:
         os.close(all_forked)
         os.read(begin, 1)
+        os.close(begin)
         os.environ.update(said | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}))
         run(script, arguments, dies_at, output)
 

@@ -63,7 +63,7 @@ class Listening(socket.socket):
         super().listen(QUEUE)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Return the next connection that is kept. Raises BlockingIOError if none waits, and behind the last one kept.
+        """Return the next connection that is kept. Raises BlockingIOError if none waits, and once after the last one.
 
         asyncio calls this ``accepted_at_once`` times, and again when the system says that connections wait. So it must
         never leave one that is kept: the system does not know of it.

@@ -47,10 +47,7 @@ class TrainedSamples:
     def add(self, step: int, streams: NDArray[np.integer], lengths: NDArray[np.integer]) -> None:
         """Add a recorded step, with the stream and the tokens of each sample, both [n]; ignore a step that counts."""
         if step >= self.upto:
-            if streams.any():
-                sums = np.stack([np.bincount(streams), np.bincount(streams, lengths)]).astype(np.int64)
-            else:  # one stream, as in many feeds: sums are quicker
-                sums = np.array([[len(streams)], [lengths.sum()]], np.int64)
+            sums = np.stack([np.bincount(streams), np.bincount(streams, lengths)]).astype(np.int64)
             self._waiting[step] = self._last[step] = sums
             if len(self._last) > LAST_STEPS:
                 del self._last[next(iter(self._last))]
